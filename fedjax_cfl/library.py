@@ -130,9 +130,8 @@ def _run_in_dir(
 ) -> "LoadedRun":
     """Runs what `run` describes as the command line would, and reads it."""
     from fedjax_cfl.analysis.plot import plot_curves
-    from fedjax_cfl.runs.described import find_module
     from fedjax_cfl.runs.finish import Member
-    from fedjax_cfl.runs.from_python import list_given, make_settings
+    from fedjax_cfl.runs.from_python import find_module, list_given, make_settings
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.runs.session import train_in_dir, write_settings
     from fedjax_cfl.simulation.compiler import use_compile_cache

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_checkpoint import latest, names, save
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import atomic_folder
 
 
@@ -32,7 +32,7 @@ def check_failed_save(folder, reason):
     """
     before = names(folder)
     for _ in range(2):
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(RunError) as caught:
             save(folder, 9)
         assert (
             str(caught.value)
@@ -97,7 +97,7 @@ def test_a_folder_without_write_permission(tmp_path):
 
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="could not be written"):
+    with pytest.raises(RunError, match="could not be written"):
         save(tmp_path / "file", 1)
     with pytest.raises(InputError, match="Not a directory"):
         latest(tmp_path / "file")
@@ -106,7 +106,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 def test_saving_a_step_again_keeps_the_old_one_until_the_new_one_is_whole(tmp_path, monkeypatch):
     save(tmp_path, 5, keep=1)
     monkeypatch.setattr(atomic_folder, "write_manifest", fails(errno.EIO))
-    with pytest.raises(InputError):
+    with pytest.raises(RunError):
         save(tmp_path, 5, keep=1)
     assert latest(tmp_path) == (5, [])
     monkeypatch.undo()

@@ -139,7 +139,7 @@ def build(toy_pool, tmp_path_factory):
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(parts, "instantiate_target", make_in_any_order)
-        patch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
+        patch.setattr(parts, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
         yield build
 
 

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 
@@ -46,7 +45,8 @@ def source(toy_pool, tmp_path_factory) -> Path:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_python_loop_computes_what_the_compiled_round_does(name, source, monkeypatch):
-    monkeypatch.setattr(cfl, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
+    # JAX has started long ago
+    monkeypatch.setattr("fedjax_cfl.cli.build.use_cpu_cores", lambda count=None: None)
     given = [f"{setting}={value}" for setting, value in SETTINGS.items()]
     given += [f"dataset.source.path={source}", f"algorithm={name}"]
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):

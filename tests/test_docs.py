@@ -16,8 +16,8 @@ from conftest import call, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.flags import parse_flags
-from fedjax_cfl.cli.main import COMMANDS
+from fedjax_cfl.cli.main import COMMANDS, parse_flags
+from fedjax_cfl.cli.names import check_names
 from fedjax_cfl.cli.overrides import precheck
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def test_commands_are_allowed(page, line, tmp_path, monkeypatch):
         return
     absolute = [text.replace("run_dir=/", f"run_dir={tmp_path}/") for text in arguments]
     given, _ = parse_flags(absolute)
-    precheck(given, COMMANDS)
+    precheck(given, *check_names(given, COMMANDS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

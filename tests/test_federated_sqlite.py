@@ -10,8 +10,11 @@ import pytest
 from conftest import one_line
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite, read_msgpack
-from fedjax_cfl.data.datasets.sqlite_files import open_sqlite
+from fedjax_cfl.data.datasets.federated_sqlite import (
+    federated_sqlite,
+    open_sqlite,
+    read_msgpack,
+)
 from fedjax_cfl.data.datasets.tf_example import read_example
 from fedjax_cfl.errors import InputError
 
@@ -184,8 +187,8 @@ def test_fedjax(tmp_path):
 
 
 FEDJAX = {
-    "text": (fedjax(pixels=pack(4, [[2], [b"a", b"b"]])), "pixels: text, which is not read"),
-    "no label": ({"pixels": array(PIXELS)}, "'label' is missing: dataset.source.y="),
+    "text": (fedjax(pixels=pack(4, [[2], [b"a", b"b"]])), "pixels is text, which is not read"),
+    "no label": ({"pixels": array(PIXELS)}, "label is missing, expected dataset.source.y="),
     "complex": (fedjax(pixels=pack(2, [1.0, 2.0])), "a value of kind 2"),
     "bfloat16": (fedjax(pixels=pack(1, [[1], "bfloat16", b"ab"])), "none that is read: 'bfloat16'"),
     "objects": (
@@ -222,8 +225,11 @@ def test_many_small_bombs_are_a_large_one(tmp_path, monkeypatch):
 
 
 TFF = {
-    "text": ([("train", "a", example(snippets=np.array([b"Hark!"])))], "snippets: text, which is"),
-    "no pixels": ([("train", "a", example(label=[3]))], "pixels or image is missing"),
+    "text": (
+        [("train", "a", example(snippets=np.array([b"Hark!"])))],
+        "snippets is text, which is",
+    ),
+    "no pixels": ([("train", "a", example(label=[3]))], "pixels and image are missing"),
     "two labels": ([("train", "a", example(pixels=PIXELS, label=[3, 4]))], "labels (2,)"),
     "two sizes": (
         [*emnist("train", "a"), ("train", "b", example(pixels=PIXELS[:9], label=[3]))],

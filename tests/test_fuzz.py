@@ -21,9 +21,8 @@ from hypothesis import strategies as st
 
 from fedjax_cfl.cli import overrides
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.flags import parse_flags
-from fedjax_cfl.cli.main import COMMANDS
-from fedjax_cfl.cli.names import default_settings, list_groups
+from fedjax_cfl.cli.main import COMMANDS, parse_flags
+from fedjax_cfl.cli.names import check_names, default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
 from fedjax_cfl.data.datasets.arrow_files import read_columns
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
@@ -382,7 +381,8 @@ def test_overrides(names, tmp_path, monkeypatch, times):
     def search(lines, flags):
         before = set(tmp_path.iterdir())  # an accepted sweep has made its folder
         try:
-            overrides.precheck(parse_flags([*flags, *lines])[0], COMMANDS)
+            asked, _ = parse_flags([*flags, *lines])
+            overrides.precheck(asked, *check_names(asked, COMMANDS))
         except InputError as error:
             assert str(error) and set(tmp_path.iterdir()) == before
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -11,8 +11,8 @@ import fedjax_cfl as cfl
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import session
-from fedjax_cfl.runs.identity import digest_data, digest_identity, run_identity
 from fedjax_cfl.runs.results import read_metrics, read_summary
+from fedjax_cfl.runs.settings import digest_data, digest_identity, run_identity
 
 LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
 OWN = f"dataset=npz dataset.source.path=own.npz partition=by_user {LINE}"

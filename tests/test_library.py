@@ -22,7 +22,7 @@ from fedjax_cfl.analysis.plot import draw_curves
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import from_python, results, session
-from fedjax_cfl.runs.described import describe
+from fedjax_cfl.runs.from_python import describe
 from fedjax_cfl.simulation.rows import count_concepts
 
 KEY = jax.random.key(3)
@@ -147,7 +147,7 @@ def test_another_run_in_the_directory_is_refused(finished, linear, local, toy):
 @pytest.mark.usefixtures("undrawn")
 def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch):
     """Ctrl-C comes as KeyboardInterrupt, and the same call goes on."""
-    begun = session.signals.catch_signals
+    begun = session.catch_signals
 
     class Asked:
         def __enter__(self):
@@ -156,11 +156,11 @@ def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch
         def __exit__(self, *_):
             return None
 
-    monkeypatch.setattr(session.signals, "catch_signals", Asked)
+    monkeypatch.setattr(session, "catch_signals", Asked)
     given = {"mesh": cfl.make_mesh(1), "run_dir": tmp_path / "run", "verbose": False}
     with pytest.raises(KeyboardInterrupt):
         cfl.run(ifca, linear, toy, KEY, rounds=2, **given)
-    monkeypatch.setattr(session.signals, "catch_signals", begun)
+    monkeypatch.setattr(session, "catch_signals", begun)
     assert len(cfl.run(ifca, linear, toy, KEY, rounds=2, **given).rows) == 2
 
 

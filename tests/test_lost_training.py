@@ -18,10 +18,10 @@ from fedjax_cfl.cli import doctor, extras
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session, trackers
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, PART
+from fedjax_cfl.runs.labels import find_version
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import METRICS_FILE, read_metrics, read_summary
 from fedjax_cfl.runs.resume import clear_unsaved
-from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation.driver import Grouping
 
 SMALL = "dataset=digits dataset.clients=6 clients_per_round=2 local.epochs=1 algorithm=ifca"

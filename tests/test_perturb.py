@@ -184,7 +184,8 @@ def test_dates_of_tweets(date, hour):
 @real
 def test_elec2_by_time(monkeypatch):
     """The half-hours that a client has in each window are those of its stretch of days."""
-    monkeypatch.setattr(cfl, "use_cpu_cores", lambda: None)  # JAX has started long ago
+    # JAX has started long ago
+    monkeypatch.setattr("fedjax_cfl.cli.build.use_cpu_cores", lambda: None)
     *_, data, _ = assemble(["dataset=elec2", "drift=by_time"])
     assert data.num_clients == 48 and data.y.size == 45_312
     assert np.bincount(data.y).tolist() == [26_075, 19_237]

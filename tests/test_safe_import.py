@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from fedjax_cfl.cli import main as command
-from fedjax_cfl.cli import safe_path
 
 NEEDS = {
     "cores": "hydra_plugins.hydra_joblib_launcher",
@@ -63,7 +62,7 @@ def test_what_a_command_starts_has_a_safe_path(tmp_path, monkeypatch):
 def test_the_module_itself_does_not_import_from_the_current_folder(tmp_path):
     for name in NAMES.replace("fedjax_cfl", "argparse rich hydra").split():
         (tmp_path / f"{name}.py").write_text(TRAP)
-    root = str(safe_path.HERE.parent)
+    root = str(command.HERE.parent)
     done = subprocess.run(
         [sys.executable, "-m", "fedjax_cfl", "--version"],
         env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
@@ -78,8 +77,8 @@ def test_the_module_itself_does_not_import_from_the_current_folder(tmp_path):
 
 
 def test_a_checkout_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(safe_path, "find_version", lambda package: None)
+    monkeypatch.setattr(command, "find_version", lambda package: None)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/there", ""]))
-    with safe_path.guard_children():
-        assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/there", str(safe_path.HERE.parent)]
+    with command.guard_children():
+        assert os.environ["PYTHONPATH"].split(os.pathsep) == ["/there", str(command.HERE.parent)]
     assert os.environ["PYTHONPATH"] == os.pathsep.join(["/there", ""])

@@ -24,7 +24,7 @@ from conftest import VARYING, nightly, others_nightly
 
 from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.main import main
-from fedjax_cfl.runs import checkpoint, results, signals
+from fedjax_cfl.runs import checkpoint, results, session
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE
 from fedjax_cfl.runs.checkpoint import list_checkpoints, save
 from fedjax_cfl.runs.results import METRICS_FILE, read_summary
@@ -107,7 +107,7 @@ def stopped_at(round: int):
         return real(handle, row)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(signals, "catch_signals", lambda: contextlib.nullcontext(asked))
+        patch.setattr(session, "catch_signals", lambda: contextlib.nullcontext(asked))
         patch.setattr(results, "append_row", append_row)
         yield
 

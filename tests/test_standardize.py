@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CLASSES, SIZES, call, one_line
+from scipy.special import softmax
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import build, resolve_settings
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
-from fedjax_cfl.runs.load import SavedModels, check_scaling, to_probabilities
+from fedjax_cfl.runs.load import SavedModels, check_scaling
 from fedjax_cfl.runs.results import read_clients
 
 UNITS = np.array([1e-3, 1.0, 50.0, 2e4], np.float32)  # of the features
@@ -198,7 +199,7 @@ def test_new_clients_are_scaled_by_their_own_training_samples(folder, fedjax_cfl
     x = cfl.datasets.csv("new.csv", "kind", list("abcd")).x
     train = np.arange(24) % 4 != 0
     model = int(found["model"][0])
-    right = to_probabilities(run.infer(model, run.scale(x, like=x[train]), run.final))
+    right = softmax(run.infer(model, run.scale(x, like=x[train]), run.final), axis=1)
     np.testing.assert_allclose(right, found["probabilities"], atol=1e-6)
     guess = found["classes"][run.predict_with(model, x, like=x[train])]
     np.testing.assert_array_equal(guess, found["predicted"])

@@ -3,6 +3,7 @@ annotated functions are.
 """
 
 import ast
+import cProfile
 import re
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -238,6 +239,20 @@ def test_a_round_is_read_in_few_files(method, most, mlp, toy, local):
     finally:
         sys.setprofile(None)
     assert 15 < len(entered) <= most, sorted(entered)
+
+
+COMMAND = "algorithm=ifca rounds=2 dataset.clients=8 clients_per_round=3 local.epochs=1 devices=1"
+
+
+def test_a_command_is_read_in_few_files(fedjax_cfl):
+    """Whoever follows a command line to its final table opens so many files (CONTRIBUTING.md)."""
+    profile = cProfile.Profile(subcalls=False, builtins=False)
+    status, out, error = profile.runcall(fedjax_cfl, COMMAND)
+    assert status == 0 and "written to" in out, error
+    called = [entry.code for entry in profile.getstats() if not isinstance(entry.code, str)]
+    paths = {code.co_filename for code in called if code.co_name != "<module>"}
+    entered = sorted(path for path in paths if path.startswith(f"{HOME}/"))
+    assert 60 < len(entered) <= 72, entered
 
 
 # of what users read: plain English of the field instead

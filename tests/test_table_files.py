@@ -247,6 +247,7 @@ COLUMNS = {
     "sizes": [*IMAGES[:3], image(size=(6, 4))[0]],
     "other": [{"a": 1}] * 4,
     "many": pa.array([[]] * 4, pa.list_(pa.float32())),
+    "empty": pa.array([[]] * 4, pa.list_(pa.list_(pa.float32()))),
 }
 
 
@@ -298,6 +299,7 @@ def test_other_parts_of_a_parquet_file(path):
         ("inner", "column inner has no value in row 2"),
         ("words", "column words has lists of type string, expected numbers"),
         ("many", "expected at least one feature"),
+        ("empty", "column empty has lists of type list"),
         ("when", "column when holds dates, expected numbers: name it time"),
         ("word", "column word is 'x' in row 1 (the first is 1), expected a number"),
         ("other", "column other holds others, expected numbers, lists or bytes of images"),

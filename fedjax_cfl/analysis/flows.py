@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
+from scipy.stats.contingency import crosstab
 
 from fedjax_cfl.runs.assignments import Assignments
 
@@ -66,11 +67,7 @@ def count_pairs(
     one: np.ndarray, other: np.ndarray, ones: np.ndarray, others: np.ndarray
 ) -> np.ndarray:
     """Returns how many clients [S] have each pair of the sorted labels, [ones, others]."""
-    a, b = np.searchsorted(ones, one), np.searchsorted(others, other)
-    a, b = a.clip(0, ones.size - 1), b.clip(0, others.size - 1)
-    both = (ones[a] == one) & (others[b] == other)
-    flat = np.bincount((a * others.size + b)[both], minlength=ones.size * others.size)
-    return flat.reshape(ones.size, others.size)
+    return np.asarray(crosstab(one, other, levels=(ones, others)).count)
 
 
 def choose_classes(

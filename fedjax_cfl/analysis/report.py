@@ -235,13 +235,12 @@ def list_clients(
     plain["client"] = [escape_text(name) for name in plain["client"]]
     return {
         "names": list(plain),
-        "rows": [[_short(value) for value in row] for row in zip(*plain.values(), strict=True)],
+        "rows": [
+            [round(value, 4) if isinstance(value, float) else value for value in row]
+            for row in zip(*plain.values(), strict=True)
+        ],
         "all": len(table["client"]),
     }
-
-
-def _short(value: Any) -> Any:
-    return round(value, 4) if isinstance(value, float) else value
 
 
 def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:

@@ -16,26 +16,28 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from jax.sharding import Mesh
 
-import fedjax_cfl as cfl
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
+from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
-from fedjax_cfl.data.federated import take_clients
+from fedjax_cfl.data.federated import federate, take_clients
 from fedjax_cfl.data.scaling import describe_scales, standardize
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
-from fedjax_cfl.sharding import is_cpu
+from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
 from fedjax_cfl.simulation.program import Inputs, check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
@@ -56,7 +58,7 @@ def resolve_settings(overrides: list[str]) -> dict:
         return check_overrides(overrides)
 
 
-def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local]:
+def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, Local]:
     """Returns (settings as a dict, task, data, local) of the run that these overrides
     describe, without running it.
     """
@@ -65,7 +67,7 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, cfl.Local
     return config, setup.task, setup.data, local
 
 
-def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
+def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     """Returns what a resolved configuration describes, and how its clients train. Raises InputError
     for data or sizes that do not fit. `fits`: see `fit_cohort`, not where a cohort was asked for.
     """
@@ -74,26 +76,23 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
     use_run_devices()
     # by default accelerators round inputs to TF32 or bfloat16
     jax.config.update("jax_default_matmul_precision", config["precision"])
-    mesh = cfl.make_mesh(config["devices"])
+    mesh = make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
     pool, holdings = deal_samples(config)
-    unused = None if config["evaluate"]["validation"] else describe_unused(config, pool, holdings)
-    if unused and distributed.is_primary():
-        print(unused)
+    if not config["evaluate"]["validation"]:
+        say(describe_unused(config, pool, holdings))
     data = federate_samples(config, pool, holdings)
-    if config["evaluate"]["part"] == "validation" and distributed.is_primary():
-        print(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
+    if config["evaluate"]["part"] == "validation":
+        say(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
     share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
     check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
     by = config["dataset"]["standardize"]
-    if (hint := describe_scales(data, by)) and distributed.is_primary():
-        print(hint)
+    say(describe_scales(data, by))
     data, scaling = standardize(data, by)
-    usual = fit_cohort(config, data.num_clients) if fits else None
-    if usual and distributed.is_primary():
-        print(
+    if usual := fit_cohort(config, data.num_clients) if fits else None:
+        say(
             f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
             " that it is by default"
         )
@@ -111,6 +110,12 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, cfl.Local]:
         make = with_selection(config, task, data, local)
         check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
     return Setup(algorithm, task, data, drift, mesh, scaling), local
+
+
+def say(line: str | None) -> None:
+    """Prints a line, if there is one, in process 0 alone."""
+    if line and distributed.is_primary():
+        print(line)
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
@@ -184,7 +189,7 @@ def check_task(config: dict[str, Any], pool: Pool) -> None:
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
     """Returns the data of all clients, those to be held out included."""
-    return cfl.federate(
+    return federate(
         pool,
         instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
         functools.partial(instantiate_target, "concept", config["concept"])
@@ -270,7 +275,7 @@ def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Ta
         check_ids(config, pool, size)
     try:
         weight = model.get("l2", 0.0) if l2 is None else l2
-        return cfl.as_task(module, shape, classes, weight, error)
+        return as_task(module, shape, classes, weight, error)
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 
@@ -298,14 +303,14 @@ def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
 def use_run_devices() -> None:
     """Makes every CPU core a device, unless JAX_PLATFORMS names another platform."""
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
-        cfl.use_cpu_cores()
+        use_cpu_cores()
 
 
 def build_algorithm(
     config: dict[str, Any],
     task: Task,
     data: FederatedData,
-    local: cfl.Local,
+    local: Local,
     values: Mapping[str, Any] = NOTHING,
     select: Selection | None = None,
     runs_as_one: bool = False,
@@ -322,25 +327,30 @@ def build_algorithm(
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
     draw = node.pop("select")
     # a table of all rounds; not in the settings, so that a run can be continued with more of them
-    sizes = {"num_clients": data.num_clients, "rounds": config["rounds"]}
-    given = sizes if "_partial_" in draw else {}
+    table = {"num_clients": data.num_clients, "rounds": config["rounds"]}
+    given = table if "_partial_" in draw else {}
     function = resolve_target(str(draw.get("_target_")))
     if function and {"task", "local"} <= set(inspect.signature(function).parameters):
         given = {"task": task, "local": local}  # it tries models on clients' data
     chosen = select or instantiate_target("algorithm.select", draw, **given)
+    sizes = CohortSizes(
+        data.num_clients, config["local"]["batch_size"], config["clients_per_round"]
+    )
+    clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
+    faults, received = Faults(**config["faults"]), config["test_on"] == "received"
+    system = System(chosen, faults, clock, received)
     own = values_of("algorithm", values)
-    system = build_system(config, chosen, data.num_clients)
     return instantiate_target("algorithm", node, task, local, system, **own)
 
 
 def with_selection(
-    config: dict[str, Any], task: Task, data: FederatedData, local: cfl.Local
+    config: dict[str, Any], task: Task, data: FederatedData, local: Local
 ) -> Callable[[Selection], Algorithm]:
     """Returns what builds the algorithm of a configuration with another selection."""
     return lambda select: build_algorithm(config, task, data, local, select=select)
 
 
-def find_inputs(config: dict[str, Any], setup: Setup, local: cfl.Local) -> Inputs:
+def find_inputs(config: dict[str, Any], setup: Setup, local: Local) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
     traced, see `Rule`. 0 and null often leave a part out, and are compiled in. `local` is how
     the clients of the `setup` train.
@@ -384,7 +394,7 @@ def build_settings(
         Plan(*(config[name] for name in PLAN_SETTINGS)),
         config["clients_per_round"],
         width,
-        cfl.Faults(**config["faults"]),
+        Faults(**config["faults"]),
         config["assignments"],
         CheckpointSettings(**config["checkpoint"]),
         config["resume"],
@@ -401,11 +411,11 @@ def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
     return {name: instantiate_target(f"logger.{name}", node) for name, node in chosen.items()}
 
 
-def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> cfl.Local:
+def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:
     """Returns how clients train."""
     local = config["local"]
     lanes = width.choose_width(local, task, data, mesh, config["clients_per_round"])
-    return cfl.Local(
+    return Local(
         local["lr"],
         local["epochs"],
         # more than any client can have is a full batch, and memory is taken for B samples
@@ -415,16 +425,7 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
         personal=instantiate_target("personal", config["personal"]) if config["personal"] else None,
-        execution=cfl.make_execution(mesh, lanes, local["executor"], local["first_layer"]),
-    )
-
-
-def build_system(config: dict[str, Any], select: Selection, num_clients: int) -> cfl.System:
-    """Returns what happens to clients."""
-    sizes = CohortSizes(num_clients, config["local"]["batch_size"], config["clients_per_round"])
-    clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
-    return cfl.System(
-        select, cfl.Faults(**config["faults"]), clock, config["test_on"] == "received"
+        execution=make_execution(mesh, lanes, local["executor"], local["first_layer"]),
     )
 
 
@@ -434,8 +435,9 @@ def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **opti
     for values that the function does not allow.
     """
     target = str(node.get("_target_"))
-    if not target.startswith(PACKAGE):
-        add_current_folder()
+    if not target.startswith(PACKAGE) and os.getcwd() not in sys.path:
+        # one of the user's own; the folder is looked at last, so that it shadows nothing
+        sys.path.append(os.getcwd())
     try:
         function = instantiate(node, _partial_=True, _convert_="all")
     except HydraException as error:
@@ -450,13 +452,3 @@ def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **opti
         raise InputError(f"{field}._target_={target}: {error}") from None
     check_arguments(function.func, given, field)
     return function.func(*arguments, **given)
-
-
-def add_current_folder() -> None:
-    """Lets a `_target_` of the user's own be imported from the current folder, which is
-    looked at last, so that it shadows nothing.
-
-    Only a run that names such a target imports anything from there.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())

@@ -207,7 +207,7 @@ def name_arguments(factory: Callable, settings: dict[str, Any]) -> dict[str, Any
             named[name] = value
     if isinstance(named.get("pretrain", settings.get("pretrain")), str):
         named["pretrain"] = parse_pretrain(settings.pop("pretrain"))
-    spare = {key for table in CHOICES.get(factory, {}).values() for key in _makers_settings(table)}
+    spare = {key for maker in _makers(factory) for key in maker.settings}
     for name, value in named.items():
         if isinstance(value, Maker):
             given = {key: settings[key] for key in value.settings if key in settings}
@@ -238,19 +238,13 @@ def setting_rules(factory: Callable) -> dict[str, Rule]:
     parameters, of its tuples of options and of what makes its functions, and the names that can
     be given.
     """
-    tables = CHOICES.get(factory, {})
-    makers = [
-        value.make
-        for table in tables.values()
-        for value in table.values()
-        if isinstance(value, Maker)
-    ]
     rules: dict[str, Rule] = {}
-    for owner in (*makers, factory):
+    for owner in (*(maker.make for maker in _makers(factory)), factory):
         for options in option_tuples(owner).values():
             rules |= parameter_rules(options)
         rules |= parameter_rules(owner)
     nullable = find_nullable(factory)
+    tables = CHOICES.get(factory, {})
     return rules | {name: name_rule(table, name in nullable) for name, table in tables.items()}
 
 
@@ -281,6 +275,6 @@ def option_tuples(factory: Callable) -> dict[str, type]:
     return found
 
 
-def _makers_settings(table: dict[str, Any]) -> list[str]:
-    makers = [value for value in table.values() if isinstance(value, Maker)]
-    return [name for maker in makers for name in maker.settings]
+def _makers(factory: Callable) -> list[Maker]:
+    named = [value for table in CHOICES.get(factory, {}).values() for value in table.values()]
+    return [value for value in named if isinstance(value, Maker)]

@@ -25,7 +25,7 @@ from fedjax_cfl.data.datasets.sent140 import PLACES as SENT140
 from fedjax_cfl.data.datasets.shakespeare import PLACES as SHAKESPEARE
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.versions import find_version
+from fedjax_cfl.runs.labels import find_version
 
 
 def registered_paths(name: str) -> tuple[str, ...]:

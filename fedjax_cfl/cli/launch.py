@@ -33,11 +33,11 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
-from fedjax_cfl.runs.identity import digest_data
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.session import make_console, train_in_dir
+from fedjax_cfl.runs.settings import digest_data
 from fedjax_cfl.simulation.compiler import use_compile_cache
 from fedjax_cfl.simulation.setup import Setup
 

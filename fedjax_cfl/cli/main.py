@@ -3,6 +3,7 @@
 What a run needs is imported only for a run: `--help` and `--version` answer without JAX.
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -13,11 +14,10 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.conf import CONF, HERE
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
-from fedjax_cfl.cli.safe_path import guard_children
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.versions import find_version
+from fedjax_cfl.runs.labels import find_version
 
 COMMANDS = {
     "compare": "fedjax_cfl.analysis.compare",
@@ -28,6 +28,8 @@ COMMANDS = {
     "report": "fedjax_cfl.analysis.report",
     "tune": "fedjax_cfl.cli.tune",
 }
+SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"
+INFO_FLAGS = ("help", "hydra_help", "shell_completion", "info")  # which show something
 
 
 def main() -> int:
@@ -48,6 +50,29 @@ def main() -> int:
     return (status or 1) if report_lost_output(guarded) else status
 
 
+@contextlib.contextmanager
+def guard_children() -> Iterator[None]:
+    """Lets no process that is started meanwhile import what lies in the current folder.
+
+    Workers of a launcher are started as `python -m`, with the current folder first on their
+    path: a file joblib.py or pickle.py there would be executed. In the environment it holds for
+    their own processes as well. A checkout that is not installed has to be named then.
+    """
+    before = {name: os.environ.get(name) for name in (SAFE, PATH)}
+    os.environ[SAFE] = "1"
+    if find_version("fedjax-cfl") is None:
+        named = (before[PATH] or "").split(os.pathsep)
+        os.environ[PATH] = os.pathsep.join(dict.fromkeys([*filter(None, named), str(HERE.parent)]))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def run_arguments(arguments: list[str]) -> int:
     """Runs a verb, or hands checked arguments to Hydra; returns the exit status."""
     if arguments and arguments[0] in COMMANDS:
@@ -55,20 +80,18 @@ def run_arguments(arguments: list[str]) -> int:
     if arguments == ["--version"]:
         print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
-    from fedjax_cfl.cli.flags import INFO_FLAGS, parse_flags
-
     given, flags = parse_flags(arguments)
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
-    if any(getattr(given, flag) for flag in INFO_FLAGS):  # shows something instead of running
+    if any(getattr(given, flag) for flag in INFO_FLAGS):
         sys.argv[1:] = flags + given.overrides
     else:
         from fedjax_cfl.cli.names import check_names
 
-        check_names(given, COMMANDS)  # before anything imports JAX
+        asked, choices = check_names(given, COMMANDS)  # before anything imports JAX
         from fedjax_cfl.cli.overrides import precheck
         from fedjax_cfl.cli.sweep import write_index
 
-        request = precheck(given, COMMANDS)
+        request = precheck(given, asked, choices)
         if request.sweep:
             write_index(request.sweep.folder, request.sweep.points)
         if not flags and not own:
@@ -78,6 +101,40 @@ def run_arguments(arguments: list[str]) -> int:
     with wrap_help() if given.help else contextlib.nullcontext():
         run_hydra([] if given.multirun else own)
     return 0
+
+
+def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns Hydra's reading of the arguments, and those of them that are flags. Raises
+    InputError for flags that do not exist, contradict one another or are not allowed.
+    """
+    from hydra._internal.utils import get_args_parser
+
+    parser = get_args_parser()
+    parser.error = _refuse_flag
+    given = parser.parse_intermixed_args(arguments)
+    if given.experimental_rerun is not None:
+        raise InputError(
+            "--experimental-rerun: not allowed, because a pickle can run any code; the same"
+            " command with the same run_dir goes on with a run"
+        )
+    if given.shell_completion and not any("=" in text for text in given.overrides):
+        raise InputError(
+            "--shell-completion: say for which shell, as in"
+            ' eval "$(fedjax-cfl --shell-completion install=bash)"; bash, fish or zsh'
+        )
+    if given.run + given.multirun + bool(given.cfg) > 1 or (given.resolve and not given.cfg):
+        raise InputError(
+            "--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see"
+            " --help"
+        )
+    return given, [argument for argument in arguments if argument not in given.overrides]
+
+
+def _refuse_flag(message: str):
+    raise InputError(
+        f"{message.removeprefix('unrecognized arguments: ')}: no such flag; settings are KEY=VALUE"
+        " without dashes; see --help"
+    )
 
 
 def run_composed(config: Any) -> None:

@@ -25,22 +25,23 @@ SEVERAL = ("logger",)  # groups of which several options may be chosen, as logge
 SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
 
 
-def check_names(given: argparse.Namespace, verbs: Iterable[str]) -> None:
-    """Raises InputError for a setting, option or verb of the command line that does not exist."""
+def check_names(
+    given: argparse.Namespace, verbs: Iterable[str]
+) -> tuple[list[Override], list[list[str]]]:
+    """Returns the overrides of a command line, and each of them once for each of its values. Raises
+    InputError for a setting, option or verb that does not exist.
+    """
     asked = [parse_override(text, verbs) for text in given.overrides]
-    choices = list_choices(asked, given.multirun)
+    together = vectorized_names(asked)
+    choices = [
+        list_values(override, given.multirun or override.key_or_group in together)
+        for override in asked
+    ]
     with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
         compose_named([options[0] for options in choices])
     for other in (text for options in choices for text in options[1:]):
         check_options([parse_override(other)])
-
-
-def list_choices(asked: list[Override], multirun: bool) -> list[list[str]]:
-    """Returns each override once for each of its values."""
-    together = vectorized_names(asked)
-    return [
-        list_values(override, multirun or override.key_or_group in together) for override in asked
-    ]
+    return asked, choices
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:

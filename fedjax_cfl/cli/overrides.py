@@ -4,7 +4,6 @@ values, several values, directories.
 
 import argparse
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.names import compose_named, list_choices, parse_override, vectorized_names
+from fedjax_cfl.cli.names import compose_named, vectorized_names
 from fedjax_cfl.cli.rules import check_settings, collect_rules
 from fedjax_cfl.cli.sweep import Sweep, grid_axes, holds_sweep, list_points, run_folders
 from fedjax_cfl.errors import InputError
@@ -29,11 +28,11 @@ class Request(NamedTuple):
     config: DictConfig  # with the node `hydra`; of a sweep that of its first run
 
 
-def precheck(given: argparse.Namespace, verbs: Iterable[str]) -> Request:
-    """Returns what the overrides ask for. Raises InputError if any of it is not allowed."""
-    asked = [parse_override(text, verbs) for text in given.overrides]
-    overrides = list(given.overrides)
-    together, choices = vectorized_names(asked), list_choices(asked, given.multirun)
+def precheck(given: argparse.Namespace, asked: list[Override], choices: list[list[str]]) -> Request:
+    """Returns what the overrides ask for, as `check_names` has read them. Raises InputError if any
+    of it is not allowed.
+    """
+    overrides, together = list(given.overrides), vectorized_names(asked)
     for number, override in enumerate(asked):  # what is trained as one program is one run to Hydra
         if override.key_or_group in together:
             overrides[number] = choices[number][0]

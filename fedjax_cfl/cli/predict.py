@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from scipy.special import softmax
 
 from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run, to_probabilities
+from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.scores import ACCURACY, Score, find_score
@@ -193,7 +194,7 @@ def predict_all(
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)
-    chances = to_probabilities(scores) if run.num_classes else None
+    chances = softmax(scores, axis=1) if run.num_classes else None
     return Predictions(run.decide(scores), model, known, chances)
 
 
@@ -249,8 +250,7 @@ def describe_predictions(
             score = find_score(run.summary)
             value = measure(score, found.predicted[rows], arrays["y"][rows])
             line += f", {score.words} {score.format(value)} on {rows.sum():,}"
-            chosen_by = "" if "split" in arrays or found.known[rows].all() else ", which chose too"
-            line += chosen_by
+            line += "" if "split" in arrays or found.known[rows].all() else ", which chose too"
         lines.append(line)
     return lines
 

@@ -5,7 +5,7 @@ and the checks of a composed configuration, before anything is loaded or trained
 import importlib
 import re
 from collections.abc import Callable, Collection, Iterator
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from fedjax_cfl.cli.choices import setting_rules
 from fedjax_cfl.client.execution import make_execution
@@ -56,50 +56,34 @@ KEPT_KINDS = {
 }
 
 
-class TopSettings(NamedTuple):
-    """Settings at the top, which no function of the library takes."""
-
-    seed: Seed
-    seeds: PositiveInt
-    clients_per_round: PositiveInt
-    assignments: NaturalInt
-    devices: PositiveInt | None
-    precision: Literal["float32", "tensorfloat32", "bfloat16"]
-    resident: Literal["device", "host"]
-    test_on: Literal["group", "received"]
-    resume: Literal["auto", "must", "never"]
-    run_dir: Annotated[str, DIRECTORY]
-    coordinator: Annotated[str | None, HOST]
-    processes: PositiveInt | None
-    process: NaturalInt | None
-
-
-class DatasetSettings(NamedTuple):
-    """Settings under `dataset` that no function of the library takes by their name."""
-
-    standardize: Standardize
-
-
-class EvaluateSettings(NamedTuple):
-    """Settings under `evaluate`."""
-
-    validation: BelowOne
-    part: Literal["test", "validation"]
-    finetune: NaturalInt  # epochs
-    new_clients: BelowOne
-    similarity: NaturalInt  # clients
-
-
-class WidthSetting(NamedTuple):
-    """The setting under `local` that is settled before `Local` gets it."""
-
-    width: Annotated[int | str, WIDTH]
-
-
-class PresetSettings(NamedTuple):
-    """Settings under `preset` that are not handed on as they are."""
-
-    l2: NonNegativeFloat | None
+# of settings that no function of the library takes by their name
+OWN_RULES = {
+    name: rule
+    for name, kind in {
+        "seed": Seed,
+        "seeds": PositiveInt,
+        "clients_per_round": PositiveInt,
+        "assignments": NaturalInt,
+        "devices": PositiveInt | None,
+        "precision": Literal["float32", "tensorfloat32", "bfloat16"],
+        "resident": Literal["device", "host"],
+        "test_on": Literal["group", "received"],
+        "resume": Literal["auto", "must", "never"],
+        "run_dir": Annotated[str, DIRECTORY],
+        "coordinator": Annotated[str | None, HOST],
+        "processes": PositiveInt | None,
+        "process": NaturalInt | None,
+        "dataset.standardize": Standardize,
+        "evaluate.validation": BelowOne,
+        "evaluate.part": Literal["test", "validation"],
+        "evaluate.finetune": NaturalInt,  # epochs
+        "evaluate.new_clients": BelowOne,
+        "evaluate.similarity": NaturalInt,  # clients
+        "local.width": Annotated[int | str, WIDTH],
+        "preset.l2": NonNegativeFloat | None,
+    }.items()
+    if (rule := rule_of(kind))
+}
 
 
 def collect_rules(config: dict) -> dict[str, Rule]:
@@ -113,18 +97,13 @@ def collect_rules(config: dict) -> dict[str, Rule]:
         ("faults.", Faults),
         *find_targets(config),
         ("model.", as_task),
-        ("preset.", PresetSettings),
-        ("local.", WidthSetting),
         ("checkpoint.", CheckpointSettings),
-        ("dataset.", DatasetSettings),
-        ("evaluate.", EvaluateSettings),
-        ("", TopSettings),
     ]
     return {
         f"{prefix}{name}": rule
         for prefix, owner in owners
         for name, rule in setting_rules(owner).items()
-    }
+    } | OWN_RULES
 
 
 def find_targets(node: dict, path: str = "") -> Iterator[tuple[str, Callable]]:

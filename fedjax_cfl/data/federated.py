@@ -103,6 +103,8 @@ def federate(
     pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
     owner = holdings.owner
     check_training(holdings)
+    check_writable("client", holdings.client_names)
+    check_writable("class", pool.class_names)
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(
@@ -139,7 +141,7 @@ def federate(
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
-        class_names=known_classes(pool),
+        class_names=pool.class_names,
     )
 
 
@@ -183,14 +185,7 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
 
 def known_names(holdings: Partition) -> ClientNames | None:
     """Returns the names of the clients, None where the source gives none."""
-    check_writable("client", holdings.client_names)
     return None if holdings.client_names is None else ClientNames(holdings.client_names)
-
-
-def known_classes(pool: Pool) -> tuple[str, ...] | None:
-    """Returns the names of the classes, None where the source gives none."""
-    check_writable("class", pool.class_names)
-    return pool.class_names
 
 
 def check_writable(what: str, names: Iterable[object] | None) -> None:
@@ -227,7 +222,7 @@ def federate_on_host(
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
-        class_names=known_classes(pool),
+        class_names=pool.class_names,
     )
 
 

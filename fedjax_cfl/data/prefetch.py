@@ -86,12 +86,8 @@ class DeviceFeed:
     streamed, row_bytes = False, 0
 
     def __init__(self, data: FederatedData, rounds: int, eval_every: int):
-        self.data, self.rounds, self.eval_every, self.length = (
-            data,
-            rounds,
-            eval_every,
-            min(eval_every, rounds),
-        )
+        self.data, self.rounds, self.eval_every = data, rounds, eval_every
+        self.length = min(eval_every, rounds)
 
     def shapes(self, side: str) -> FederatedData:
         """Returns what the programs are compiled for."""

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
 from fedjax_cfl.validation import flatten_settings
@@ -63,7 +63,7 @@ def save(
     Args: `step` >= 0 is the round; `tree` has the arrays; `facts` is what the run wants back,
     as its counters; `identity` is what a restore must repeat: algorithm, model, sizes; `keep`
     >= 1 is how many checkpoints remain, the newest ones.
-    Raises InputError when it cannot be written; what was there before is untouched. One process
+    Raises RunError when it cannot be written; what was there before is untouched. One process
     of a multi-host run saves.
     """
     assert keep >= 1 and step >= 0
@@ -89,7 +89,7 @@ def save(
     try:
         path = _write(folder, header["step"], text, stored)
     except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
-        raise InputError(
+        raise RunError(
             f"checkpoint of step {step} in {folder} could not be written:"
             f" {atomic_folder.explain(error)}"
         ) from None
@@ -105,7 +105,10 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
     path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
     staging = folder / UNFINISHED
     atomic_folder.remove(staging)
-    _check_room(folder, len(text) + sum(array.nbytes for array in stored.values()))
+    size = len(text) + sum(array.nbytes for array in stored.values())
+    # Orbax notices a full disk too, but leaves threads behind that print tracebacks
+    if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     staging.mkdir()
     if large := {n: stored.pop(n) for n in [*stored] if stored[n].nbytes > LARGE}:
         (staging / LARGE_ARRAYS).mkdir()
@@ -121,17 +124,11 @@ def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) ->
     return path
 
 
-def _check_room(folder: Path, size: int) -> None:
-    # Orbax notices a full disk too, but leaves threads behind that print tracebacks
-    if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
 def _retain(folder: Path, keep: int) -> None:
     # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
     # What cannot be deleted now is tried again at the next save: the new checkpoint is safe
     # either way.
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, InputError):
         for path in list_checkpoints(folder)[:-keep]:
             os.replace(path, folder / UNFINISHED)
             atomic_folder.remove(folder / UNFINISHED)
@@ -158,6 +155,10 @@ def _number(path: Path) -> int:
     return int(path.name.partition("-")[0])
 
 
+def _step(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
 def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left
     out. For reading a finished run's models.
@@ -175,11 +176,11 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
 
 
 def read_back(path: Path) -> None:
-    """Raises InputError unless a checkpoint that was just saved can be read."""
+    """Raises RunError unless a checkpoint that was just saved can be read."""
     try:
         load_arrays(path)
     except Exception as error:  # whatever a disk, its names or a reader do
-        raise InputError(
+        raise RunError(
             f"checkpoint {path} was written and cannot be read back:"
             f" {atomic_folder.explain(error)}; choose another run_dir"
         ) from None
@@ -187,7 +188,7 @@ def read_back(path: Path) -> None:
 
 def list_steps(folder: str | Path) -> list[int]:
     """Returns the steps of the checkpoints of a folder, the newest last."""
-    return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(folder)]
+    return [_step(path) for path in list_checkpoints(folder)]
 
 
 def restore_latest(
@@ -205,11 +206,7 @@ def restore_latest(
     Raises InputError if there are checkpoints and none can be read, or if the newest readable
     one is of a different run.
     """
-    found = [
-        path
-        for path, step in zip(list_checkpoints(folder), list_steps(folder), strict=True)
-        if until is None or step <= until
-    ]
+    found = [path for path in list_checkpoints(folder) if until is None or _step(path) <= until]
     for path in reversed(found):
         checkpoint, reason = _attempt(path, like, identity)
         if checkpoint is not None:

@@ -13,7 +13,7 @@ import pyarrow.parquet
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder
 
-RUN_ID = b"run_id"  # of a file's metadata: the run that wrote it, see `identity.digest_identity`
+RUN_ID = b"run_id"  # of a file's metadata: the run that wrote it, see `settings.digest_identity`
 MAX_INTEGER = 2**31 - 1
 
 

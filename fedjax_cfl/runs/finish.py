@@ -13,12 +13,10 @@ import numpy as np
 from fedjax_cfl.errors import warn
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
-from fedjax_cfl.runs.identity import digest_identity, run_identity
-from fedjax_cfl.runs.labels import name_parts
+from fedjax_cfl.runs.labels import find_version, name_parts
 from fedjax_cfl.runs.record import CHECKPOINTS, save_final
-from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.runs.trackers import Opener
-from fedjax_cfl.runs.versions import find_version
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.setup import Setup

@@ -1,5 +1,8 @@
-"""What a run is called, and which of its settings say only where and how it ran."""
+"""What a run is called, which of its settings say only where and how it ran, and the versions of
+packages that it ran with.
+"""
 
+import importlib.metadata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -59,3 +62,13 @@ def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
         if part in names and given.get(setting)
     }
     return {**names, **targets}
+
+
+def find_version(package: str) -> str | None:
+    """Returns the version of an installed package; None: it runs from a source tree, or is not
+    there.
+    """
+    try:
+        return importlib.metadata.version(package) or None
+    except Exception:  # not found, or damaged: a version is never worth a run
+        return None

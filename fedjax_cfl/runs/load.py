@@ -24,7 +24,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from jax import lax
+from scipy.special import softmax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.client.objective import output_loss
@@ -111,7 +113,7 @@ class LoadedRun(NamedTuple):
             raise InputError(
                 "predict_proba: the run regressed numbers, which have no probabilities"
             )
-        return to_probabilities(self._score(client, x, saved))
+        return softmax(self._score(client, x, saved), axis=1)
 
     def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
         saved = saved or self.final
@@ -426,12 +428,6 @@ def check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> N
         raise InputError(f"{folder}: its scaling has deviations that are not above 0")
 
 
-def to_probabilities(scores: np.ndarray) -> np.ndarray:
-    """Returns the probabilities [B, C] float32 of what `LoadedRun.infer` returns."""
-    found = np.exp(scores - scores.max(1, keepdims=True))
-    return found / found.sum(1, keepdims=True)
-
-
 def check_weights(weights: Any, total: int) -> np.ndarray:
     """Returns the weights of `total` models. Raises InputError unless they are shares of 1."""
     found = np.asarray(weights)
@@ -478,12 +474,7 @@ def _instantiate(node: Any) -> Any:
 
 def nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the tree of leaves that are named ['a']['b']."""
-    tree: dict[str, Any] = {}
-    for name, array in arrays.items():
-        *parents, last = PART.findall(name)
-        node = functools.reduce(lambda inner, key: inner.setdefault(key, {}), parents, tree)
-        node[last] = array
-    return tree
+    return unflatten_dict({tuple(PART.findall(name)): leaf for name, leaf in arrays.items()})
 
 
 def _check_fit(run_dir: Path, task: Task, models: Params) -> None:
@@ -501,7 +492,8 @@ def _blocks(x: np.ndarray):
     """Yields (samples [BLOCK, ...], how many of them are real)."""
     for start in range(0, len(x), BLOCK):
         block = x[start : start + BLOCK]
-        yield _pad(block), len(block)
+        rest = [(0, BLOCK - len(block))] + [(0, 0)] * (block.ndim - 1)
+        yield np.pad(block, rest), len(block)
 
 
 def _sum_blocks(function: Callable[..., jax.Array], x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -509,10 +501,6 @@ def _sum_blocks(function: Callable[..., jax.Array], x: np.ndarray, y: np.ndarray
     pairs = zip(_blocks(x), _blocks(y), strict=True)
     found = (function(block, labels, count) for (block, count), (labels, _) in pairs)
     return np.asarray(sum(np.asarray(part, float) for part in found))
-
-
-def _pad(block: np.ndarray) -> np.ndarray:
-    return np.pad(block, [(0, BLOCK - len(block))] + [(0, 0)] * (block.ndim - 1))
 
 
 def _owner(count: jax.Array) -> jax.Array:

@@ -11,13 +11,13 @@ import numpy as np
 from fedjax_cfl.algorithms.flux import Descriptions, describe_clients, nearest_center
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.data.federated import build_client_index
+from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, nest_arrays
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.sharding import make_mesh
-from fedjax_cfl.types import FederatedData
+from fedjax_cfl.types import Partition, Pool
 
 FLUX = "fedjax_cfl.algorithms.flux"
 MEMORY = "[0].memory."  # how leaves of a checkpoint begin that are the method's own
@@ -41,11 +41,13 @@ def place_clients(
     Raises InputError as `read_descriptions` does.
     """
     memory, active = read_descriptions(Path(run_dir).expanduser() / CHECKPOINTS, run)
-    clients = int(owner.max()) + 1
-    data = describe_new(run, x, owner, clients)
+    pool = Pool(x, np.zeros(len(owner), np.int32), run.num_classes)  # all for training, of class 0
+    holdings = Partition(np.arange(len(owner)), owner, np.zeros(len(owner), bool))
     local = Local(0.1, 1, 1, execution=make_execution(make_mesh(1)))
     describe = describe_clients(run.task, local, run.settings["algorithm"]["latent"])
-    described = describe(memory.extractor, data, jnp.ones(clients, bool))
+    described = describe(
+        memory.extractor, federate(pool, holdings), jnp.ones(owner.max() + 1, bool)
+    )
     return np.asarray(nearest_center(memory, described[:, :2], active))
 
 
@@ -70,20 +72,3 @@ def read_descriptions(folder: Path, run: LoadedRun) -> tuple[Descriptions, jax.A
             f"{folder}: the last checkpoint, by which clients without labels are placed, cannot be"
             f" read: {atomic_folder.explain(error)}; give y"
         ) from None
-
-
-def describe_new(run: LoadedRun, x: np.ndarray, owner: np.ndarray, clients: int) -> FederatedData:
-    """Returns samples of new clients as data, all of them for training, with labels of 0."""
-    places, none = np.arange(len(owner)), np.arange(0)
-    train, test = (build_client_index(rows, owner[rows], clients) for rows in (places, none))
-    return FederatedData(
-        x=jnp.asarray(x),
-        y=jnp.zeros(len(owner), jnp.int32),
-        owner=jnp.asarray(owner, jnp.int32),
-        train=train,
-        test=test,
-        concept=jnp.full(clients, -1, jnp.int32),
-        shifted=jnp.zeros(clients, bool),
-        num_classes=run.num_classes,
-        max_client_samples=int(train.size.max()),
-    )

@@ -11,20 +11,19 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import jax
 import numpy as np
 
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.scaling import Scaling
-from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.errors import RunError
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import open_assignments
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
-from fedjax_cfl.runs.identity import digest_identity
 from fedjax_cfl.runs.results import METRICS_FILE
-from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.runs.settings import RunSettings, digest_identity
 from fedjax_cfl.scores import find_score, score_of
 from fedjax_cfl.simulation.driver import Grouping, Snapshot
 from fedjax_cfl.simulation.evaluate import each_its_own, used_models
@@ -79,10 +78,7 @@ def open_record(
             assignments.append(row["round"], grouping)
             digest.update(results.append_row(handle, row).encode())
             written += 1
-            if is_due(logged, row["round"], rounds):
-                logged = row["round"], time.monotonic()
-                line = f"{time.strftime('%F %T')} round {row['round']} of {rounds}, "
-                print(line + format_progress(row), file=log, flush=True)
+            logged = log_if_due(log, logged, row, rounds)
 
         def save(snapshot: Snapshot) -> None:
             nonlocal pending, saved
@@ -90,8 +86,11 @@ def open_record(
             groups, numbers = assignments.fingerprint(), [written, digest.hexdigest()]
             facts = {"counters": snapshot.counters, "metrics": numbers, "assignments": groups}
             step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
-            parts = step, tree, facts, identity
-            save_checkpoint(run_dir, pending, run_id, parts, keep, read_back=step == begun)
+            if pending:
+                checkpoint.save(run_dir / BEST, *pending, {"run_id": run_id}, {}, keep=1)
+            path = checkpoint.save(run_dir / CHECKPOINTS, step, tree, facts, identity, keep=keep)
+            if step == begun:  # it has not been trained yet, and nothing is lost
+                checkpoint.read_back(path)
             pending, saved = None, (step, time.monotonic())
 
         def wants(row) -> bool:
@@ -106,32 +105,6 @@ def open_record(
                 save(locate())
 
         yield Record(write, save, wants, save_if_due)
-
-
-def save_checkpoint(
-    run_dir: Path,
-    best: tuple[int, Any] | None,
-    run_id: str,
-    parts: tuple[int, Any, dict, dict],
-    keep: int,
-    *,
-    read_back: bool,
-) -> None:
-    """Saves the models of the `best` evaluation, if there are any, and a checkpoint.
-
-    Args: `run_id` is what `digest_identity` returns; `parts` are the arguments of
-    `checkpoint.save`, of which the newest `keep` stay; `read_back`: the checkpoint is read
-    again, because the run has not been trained yet and nothing is lost. Raises RunError where
-    one of them cannot be written, or read.
-    """
-    try:
-        if best:
-            checkpoint.save(run_dir / BEST, *best, {"run_id": run_id}, {}, keep=1)
-        path = checkpoint.save(run_dir / CHECKPOINTS, *parts, keep=keep)
-        if read_back:
-            checkpoint.read_back(path)
-    except InputError as error:  # the user's input was right
-        raise RunError(str(error)) from None
 
 
 def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict[str, Any]:
@@ -180,11 +153,8 @@ def save_final(
     models = copy_models(algorithm, state, data)
     if scaling is not None:
         models["scaling"] = scaling._asdict()
-    try:
-        path = checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
-        checkpoint.read_back(path)
-    except InputError as error:
-        raise RunError(str(error)) from None
+    path = checkpoint.save(run_dir / FINAL, int(state.round), models, facts, {}, keep=1)
+    checkpoint.read_back(path)
 
 
 def is_better(row: dict[str, Any], best: float | None) -> bool:
@@ -203,12 +173,18 @@ def is_time_to_save(done: int, saved: tuple[int, float], settings: RunSettings) 
     return due or done >= settings.plan.rounds
 
 
-def is_due(logged: tuple[int, float], done: int, rounds: int) -> bool:
-    """Returns whether a line in the log is due: LOG_SECONDS after the last one (its
-    round, when), or with a further tenth of the rounds.
+def log_if_due(
+    log: IO[str], logged: tuple[int, float], row: dict[str, Any], rounds: int
+) -> tuple[int, float]:
+    """Adds a line about a row to the log, LOG_SECONDS after the last one or with a further tenth of
+    the rounds; returns the round of the last one, and when it was.
     """
-    passed = 10 * done // rounds > 10 * logged[0] // rounds
-    return passed or time.monotonic() - logged[1] >= LOG_SECONDS
+    done, now = row["round"], time.monotonic()
+    if 10 * done // rounds <= 10 * logged[0] // rounds and now - logged[1] < LOG_SECONDS:
+        return logged
+    line = f"{time.strftime('%F %T')} round {done} of {rounds}, {format_progress(row)}"
+    print(line, file=log, flush=True)
+    return done, now
 
 
 def check_present(handle: Any, run_dir: Path) -> None:

@@ -280,7 +280,7 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
     """Reads every setting of a run, nested as in conf/."""
     path = Path(run_dir) / ".hydra" / "config.yaml"
     try:
-        settings = load_yaml(atomic_folder.read_regular(path))
+        settings = yaml.load(atomic_folder.read_regular(path), PlainLoader)
         if not isinstance(settings["model"]["module"], dict):
             raise ValueError("model.module is no group of settings")
         return settings
@@ -299,15 +299,6 @@ class PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise ValueError("it has an alias, *name")
         return super().compose_node(parent, index)
-
-
-def load_yaml(text: bytes) -> Any:
-    """Returns the values of a YAML text. Raises ValueError for an alias."""
-    loader = PlainLoader(text)
-    try:
-        return loader.get_single_data()
-    finally:
-        loader.dispose()
 
 
 def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:

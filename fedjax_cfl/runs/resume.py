@@ -11,11 +11,10 @@ from fedjax_cfl import distributed
 from fedjax_cfl.errors import FinishedRun, InputError, warn
 from fedjax_cfl.runs.assignments import PART, verified_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
-from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, verified_rows
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
-from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.runs.settings import RunSettings, run_identity
 from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.driver import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes

@@ -4,8 +4,11 @@ values; knows nothing of Hydra.
 
 import contextlib
 import functools
+import os
 import signal
-from collections.abc import Callable, Sequence
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +21,15 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup
-from fedjax_cfl.runs import signals
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.finish import Member, finish_run
-from fedjax_cfl.runs.identity import run_identity
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
 from fedjax_cfl.runs.results import SUMMARY_FILE, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
-from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.runs.settings import RunSettings, run_identity
 from fedjax_cfl.runs.trackers import open_trackers
 from fedjax_cfl.scores import find_score
 from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
@@ -135,7 +136,7 @@ def train_members(
     """
     plan, run_dir = members[0].settings.plan, members[0].run_dir
     try:
-        with signals.catch_signals() as asked:
+        with catch_signals() as asked:
             program = compile_program(plan)
             found = record_rounds(members, setups, program, plan, starts, asked)
             done = int(found[0].state.round)
@@ -156,6 +157,50 @@ def train_members(
         if not isinstance(error, InputError):
             distributed.end_if_alone(error)
         raise
+
+
+@contextlib.contextmanager
+def catch_signals() -> Iterator[list[int]]:
+    """Yields a list that the first SIGTERM or SIGINT is put into; a second one ends the
+    process at once.
+
+    A thread listens, because Python's own handlers have to wait until a compiled block
+    of rounds returns. Only the main thread can be told of signals: elsewhere none is caught.
+    """
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    listening, waking = os.pipe()
+    os.set_blocking(waking, False)
+
+    def listen():
+        while number := os.read(listening, 1):
+            if number[0] not in (signal.SIGINT, signal.SIGTERM):
+                continue
+            if asked:
+                os._exit(128 + number[0])
+            asked.append(number[0])
+            print(
+                "fedjax-cfl: stopping after this block of rounds; once more stops at once",
+                file=sys.stderr,
+            )
+
+    before = {
+        number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    descriptor = signal.set_wakeup_fd(waking, warn_on_full_buffer=False)
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    try:
+        yield asked
+    finally:
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.close(waking)
+        listener.join()
+        os.close(listening)
 
 
 def record_rounds(
@@ -217,21 +262,16 @@ def open_outputs(
     Args: `begun` is the round after which the run begins, or goes on; `alone`: no other run is
     trained with it.
     """
-    settings = member.settings if alone else keep_common(member.settings)
+    settings = member.settings
+    if not alone:  # a grid that is killed while it saves goes on from the last that all have
+        every = settings.checkpoint
+        settings = settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
     identity = run_identity(member.settings, setup.data)
     if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
         (member.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
     record = open_record(settings, member.run_dir, setup, identity, begun)
     tracked = open_trackers(member.trackers, member.run_dir, settings.everything, begun)
     return files.enter_context(record), files.enter_context(tracked)
-
-
-def keep_common(settings: RunSettings) -> RunSettings:
-    """Returns the settings of a member of a grid that keeps two checkpoints at least: a grid
-    that is killed while its members save goes on from the last that all of them have.
-    """
-    every = settings.checkpoint
-    return settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
 
 
 def gather_snapshots(snapshots: Snapshots) -> Snapshots:

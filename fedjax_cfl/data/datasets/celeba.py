@@ -7,15 +7,13 @@ https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html.
 """
 
 import os
-import warnings
 from pathlib import Path
 
-import numpy as np
-
 from fedjax_cfl.data.datasets.download import locate_first, missing_data_error
+from fedjax_cfl.data.datasets.image_files import stack_images
 from fedjax_cfl.data.datasets.leaf_json import join_users, read_users, user_lists
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import report_damage, shorten
+from fedjax_cfl.data.datasets.readers import read_files, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, Seed, check_arguments
@@ -28,7 +26,6 @@ PLACES = tuple(
     for parts in (("train", "test"), ("all_data",))
 )
 IMAGES = (("celeba/data/raw/img_align_celeba",), ("celeba/img_align_celeba",))
-LARGEST = 4096  # pixels of a side of an image file; CelebA's have 178 x 218
 
 
 def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = False) -> Pool:
@@ -49,9 +46,10 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     names, images, y, client, test = join_users(parts, 1, users, seed)
     if not names:
         raise InputError(f"{files[0]}: no celebrity has two images, expected some")
+    faces = read_files(folder / image for image in images)
+    x = stack_images("celeba", faces, len(images), [SIZE, SIZE], "rgb", filter="BICUBIC")
     own = test if keep_split else None
-    pool = Pool(_images(folder, images), y, 2, client, own, client_names=tuple(names))
-    return check_pool(pool, "celeba")
+    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
 
 
 def _files() -> tuple[list[Path], Path]:
@@ -82,30 +80,3 @@ def _faces(path: Path, user: str, held: object) -> tuple[list[str], list[int]]:
                 " or 1"
             )
     return names, labels
-
-
-def _images(folder: Path, names: list[str]) -> np.ndarray:
-    """Reads images [N, SIZE, SIZE, 3] uint8."""
-    x = np.empty((len(names), SIZE, SIZE, 3), np.uint8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about sizes and metadata; what matters is checked
-        for i, name in enumerate(names):
-            x[i] = _image(folder / name)
-    return x
-
-
-def _image(path: Path) -> np.ndarray:
-    """Reads one image [SIZE, SIZE, 3] uint8."""
-    from PIL import Image  # a slow import that the other sources do not need
-
-    if not os.path.isfile(path):  # also what is no regular file: a pipe would never answer
-        raise InputError(f"{path}: no such image, expected every file that the JSON names")
-    with (
-        report_damage(path, "a JPEG or PNG file", "image"),
-        Image.open(path, formats=("JPEG", "PNG")) as image,
-    ):
-        if max(image.size) > LARGEST:
-            raise ValueError(
-                f"it has {image.size[0]} x {image.size[1]} pixels, more than {LARGEST} on a side"
-            )
-        return np.asarray(image.convert("RGB").resize((SIZE, SIZE), Image.Resampling.BICUBIC))

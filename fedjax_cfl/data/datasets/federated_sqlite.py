@@ -1,9 +1,11 @@
-"""SQLite data sets of TensorFlow Federated and FedJAX: see `federated_sqlite`.
+"""SQLite data sets of TensorFlow Federated and FedJAX: see `federated_sqlite`. They are read under
+the rules of `readers`: nothing is written, and a view, which may run functions, is no table.
 
 Formats: github.com/google-parfait/tensorflow-federated, simulation/datasets, and
 github.com/google/fedjax, core/sqlite_federated_data.py and core/serialization.py.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -16,14 +18,13 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.readers import list_names, shorten
-from fedjax_cfl.data.datasets.sqlite_files import find_table, open_sqlite
+from fedjax_cfl.data.datasets.readers import list_names, open_unpacked, report_damage, shorten
 from fedjax_cfl.data.datasets.tf_example import read_example
 from fedjax_cfl.data.datasets.tff import (
-    SAMPLES,
     Examples,
     Name,
     TestClients,
+    choose_features,
     collect,
     make_pool,
 )
@@ -50,6 +51,7 @@ SHAPES = {
 KINDS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 KINDS += ("bool", "float16", "float32", "float64")
 ARRAY, SCALAR, TEXTS = 1, 3, 4  # of the values that FedJAX writes
+LONGEST = 2**28  # bytes of one value
 OBJECT_BYTES = 64  # of memory that an octet of msgpack may stand for
 PREFIX = re.compile(r"[0-9a-f]{16}:(.+)")  # of the clients of TFF's EMNIST
 Row = tuple[str, np.ndarray, np.ndarray]  # a client, some of its samples, and their labels
@@ -77,7 +79,7 @@ def federated_sqlite(
     with open_sqlite(file) as database:
         if find_table(file, database, TABLES) == "examples":
             chosen = _choose_splits(file, database, splits)
-            parts = [collect(file, _read_tff(database, split, x, y)) for split in chosen]
+            parts = [collect(file, _read_tff(file, database, split, x, y)) for split in chosen]
     if chosen is None:
         if splits is not None:
             raise InputError(f"{file}: dataset.source.splits, expected null: one file is one split")
@@ -87,6 +89,48 @@ def federated_sqlite(
     name = "emnist_digitsonly" if chosen and chosen[0].startswith("digits_only") else None
     features = x or "x", y or "label"
     return make_pool(file, _cut_names(parts), features, test_clients, num_classes, name)
+
+
+@contextlib.contextmanager
+def open_sqlite(path: Path) -> Iterator[sqlite3.Connection]:
+    """Yields a database that cannot be written; any error of reading it is an `InputError`."""
+    with open_unpacked(path) as (file, _):
+        start = bytes(file.peek(16)[:16])
+    if start != b"SQLite format 3\0":
+        hint = ": unpack it, xz --format=lzma -dk FILE" if path.suffix == ".lzma" else ""
+        raise InputError(f"{path}: file is no SQLite database, expected one{hint}")
+    name = f"{Path(os.path.abspath(path)).as_uri()}?mode=ro&immutable=1"
+    with (
+        report_damage(path, "a complete SQLite database"),
+        contextlib.closing(sqlite3.connect(name, uri=True)) as database,
+    ):
+        database.execute("PRAGMA trusted_schema=OFF")
+        database.execute("PRAGMA query_only=ON")
+        database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)
+        yield database
+
+
+def find_table(path: Path, database: sqlite3.Connection, columns: dict[str, list[str]]) -> str:
+    """Returns the first of the tables `columns`, name -> columns, that a database has. Raises
+    InputError if it has none, or one that is a view, virtual or computed.
+    """
+    rows = database.execute("SELECT name, type, rootpage FROM sqlite_master ORDER BY name")
+    found = {name: kind == "table" and page > 0 for name, kind, page in rows}
+    name = next((name for name in columns if name in found), None)
+    if name is None:
+        raise InputError(
+            f"{path}: holds the tables {list_names(list(found)) or 'none'}, expected"
+            f" {' or '.join(columns)}"
+        )
+    # hidden 0: a column whose values are stored
+    stored = database.execute(
+        "SELECT name FROM pragma_table_xinfo(?) WHERE hidden = 0", (name,)
+    ).fetchall()
+    if not found[name] or not {(column,) for column in columns[name]} <= set(stored):
+        raise InputError(
+            f"{path}: {name} is no table with the columns {', '.join(columns[name])}, expected one"
+        )
+    return name
 
 
 def _choose_splits(
@@ -109,25 +153,14 @@ def _choose_splits(
     return splits
 
 
-def _choose(features: Features, x: str | None, y: str | None) -> tuple[str, str]:
-    """Returns the features of samples and labels. Raises ValueError for what cannot be one."""
-    x = x or next((name for name in SAMPLES if name in features), None)
-    y = y or "label"
+def _choose(file: Path, features: Features, x: str | None, y: str | None) -> tuple[str, str]:
+    """Returns the names of the samples and of the labels, see `choose_features`."""
     texts = [name for name in features if isinstance(features[name], list)]
-    for field, name in (("x", x), ("y", y)):
-        if texts and (name in texts or name not in features):
-            raise ValueError(f"{list_names(texts)}: text, which is not read, only numbers")
-        if name not in features:
-            said = shorten(name) if name else "pixels or image"
-            raise ValueError(
-                f"{said} is missing: dataset.source.{field}= one of {list_names(list(features))}"
-            )
-    assert x is not None
-    return x, y
+    return choose_features(file, list(features), texts, x, y)
 
 
 def _read_tff(
-    database: sqlite3.Connection, split: str, x: str | None, y: str | None
+    file: Path, database: sqlite3.Connection, split: str, x: str | None, y: str | None
 ) -> Iterator[Row]:
     """Yields the samples of one split, in the order in which they were written."""
     rows = database.execute(
@@ -139,7 +172,7 @@ def _read_tff(
         if not isinstance(client, str) or not isinstance(message, bytes):
             raise ValueError("a client is no text, or an example no message")
         features: Features = read_example(message)
-        name, label = _choose(features, x, y)
+        name, label = _choose(file, features, x, y)
         values = features[name]
         if name == "image" and values.dtype == np.int64:
             if values.min(initial=0) < 0 or values.max(initial=0) > 255:
@@ -154,10 +187,10 @@ def _read_fedjax(file: Path, x: str | None, y: str | None) -> Examples:
     with open_sqlite(file) as database:
         find_table(file, database, {"federated_data": TABLES["federated_data"]})
         rows = database.execute("SELECT client_id, data FROM federated_data ORDER BY rowid")
-        return collect(file, _unpack_rows(rows, x, y))
+        return collect(file, _unpack_rows(file, rows, x, y))
 
 
-def _unpack_rows(rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[Row]:
+def _unpack_rows(file: Path, rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[Row]:
     """Yields each client of FedJAX's table."""
     for client, data in rows:
         if not isinstance(client, bytes | str) or not isinstance(data, bytes):
@@ -168,7 +201,7 @@ def _unpack_rows(rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[
         if not unpacking.eof:
             raise ValueError(f"data are cut off, or longer than {most} bytes")
         features = read_msgpack(content)
-        name, label = _choose(features, x, y)
+        name, label = _choose(file, features, x, y)
         text = client if isinstance(client, str) else client.decode("utf-8", "backslashreplace")
         yield text, features[name], features[label]
 

@@ -90,9 +90,8 @@ def check_base_name(path: Path, name: Any) -> str:
     return name
 
 
-def read_features(path: Path | str, text: bytes | str) -> dict[str, Any]:
-    """Returns the features that a JSON text holds, as `datasets` writes them."""
-    info = _parse(path, text)
+def read_features(path: Path, info: dict[str, Any]) -> dict[str, Any]:
+    """Returns the features that JSON holds, as `datasets` writes them."""
     info = info.get("info", info)  # in the metadata of a file
     features = info.get("features") if isinstance(info, dict) else None
     if not isinstance(features, dict) or not all(
@@ -108,7 +107,7 @@ def _entries(folder: Path) -> list[str]:
     return [name for name in names if not name.startswith((".", "__MACOSX"))]
 
 
-def _parse(path: Path | str, text: bytes | str) -> dict[str, Any]:
+def parse_json(path: Path, text: bytes) -> dict[str, Any]:
     """Returns the object that a JSON text holds."""
     try:
         found = json.loads(text)
@@ -125,7 +124,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         text = read_at_most(file, MOST_JSON_BYTES + 1)
     if len(text) > MOST_JSON_BYTES:
         raise InputError(f"{path}: file is longer than {MOST_JSON_BYTES} bytes, expected less")
-    return _parse(path, bytes(text))
+    return parse_json(path, bytes(text))
 
 
 def _saved(folder: Path, partition: int | None) -> list[Part]:
@@ -160,7 +159,7 @@ def _saved_split(folder: Path, split: str | None, partition: int | None) -> Part
     if len(set(names)) != len(names):
         raise InputError(f"{path}: _data_files names a file twice, expected each once")
     info = folder / "dataset_info.json"
-    features = read_features(info, json.dumps(_read_json(info))) if os.path.lexists(info) else None
+    features = read_features(info, _read_json(info)) if os.path.lexists(info) else None
     return Part(split, partition, [folder / name for name in names], features)
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 from fedjax_cfl.data.datasets import huggingface_columns as columns
 from fedjax_cfl.data.datasets.arrow_files import read_columns, read_schema
 from fedjax_cfl.data.datasets.files import build_pool
-from fedjax_cfl.data.datasets.huggingface_folder import Part, read_features
+from fedjax_cfl.data.datasets.huggingface_folder import Part, parse_json, read_features
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.types import Pool
 
@@ -78,7 +78,7 @@ def _sources(parts: list[Part]) -> Iterator[Source]:
             schema, features = read_schema(path), part.features
             inside = (schema.metadata or {}).get(b"huggingface")
             if features is None and inside is not None:
-                features = read_features(path, inside)
+                features = read_features(path, parse_json(path, inside))
             yield Source(path, part, schema, features or {})
 
 

@@ -47,19 +47,20 @@ def stack_images(
     size: list[int] | None = None,
     mode: Mode = "auto",
     remedies: tuple[str, str] = SETTINGS,
+    filter: Literal["BILINEAR", "BICUBIC"] = "BILINEAR",
 ) -> np.ndarray:
     """Returns `count` images [N, H, W, C], C 1 (grey) or 3, as uint8; as float32 in [0, 1] if one
     of them has 16 bits.
 
     Args: `files` gives what a message calls an image, and its content; `size`, height and width,
-    resizes all of them, bilinearly; `mode` makes all of them grey or coloured, "auto" leaves them
-    as they are; `remedies` is what messages advise, see `SETTINGS`.
+    resizes all of them, by a `filter` of Pillow; `mode` makes all of them grey or coloured, "auto"
+    leaves them as they are; `remedies` is what messages advise, see `SETTINGS`.
     Raises InputError for an image that cannot be read, for colours of 16 bits, which would be cut
     to 8, and for images of different sizes or both grey and coloured.
     """
     x, first = np.empty((0, 0, 0, 0), np.uint8), ""
     for i, (name, content) in enumerate(files):
-        image = read_image(name, content, size, mode)
+        image = read_image(name, content, size, mode, filter)
         if not i:
             x, first = _make_room(path, count, image), name
         if image.shape[:2] != x.shape[1:3]:
@@ -96,9 +97,14 @@ def _make_room(path: str, count: int, image: np.ndarray) -> np.ndarray:
     return np.empty((count, *image.shape), image.dtype)
 
 
-def read_image(name: str, content: bytes, size: list[int] | None, mode: Mode) -> np.ndarray:
+def read_image(
+    name: str, content: bytes, size: list[int] | None, mode: Mode, filter: str = "BILINEAR"
+) -> np.ndarray:
     """Returns one image [H, W, C], uint8, or float32 v / 65535 if it is grey of 16 bits, turned as
-    its EXIF says; of several frames the first. `size` and `mode` are as in `stack_images`.
+    its EXIF says; of several frames the first.
+
+    Args: `name` is what a message calls it, `content` that of its file; the others are as in
+    `stack_images`.
     """
     from PIL import Image, ImageOps  # a slow import that few sources need
 
@@ -109,10 +115,12 @@ def read_image(name: str, content: bytes, size: list[int] | None, mode: Mode) ->
             if math.prod(image.size) > MOST_PIXELS:
                 raise ValueError(f"it has more than {MOST_PIXELS} pixels")
             _refuse_deep_colour(name, image, content)
-            return _take_pixels(ImageOps.exif_transpose(image), image.format, size, mode)
+            return _take_pixels(ImageOps.exif_transpose(image), image.format, size, mode, filter)
 
 
-def _take_pixels(image: Any, format_: str | None, size: list[int] | None, mode: Mode) -> np.ndarray:
+def _take_pixels(
+    image: Any, format_: str | None, size: list[int] | None, mode: Mode, filter: str
+) -> np.ndarray:
     """Returns the pixels [H, W, C] of an open image of Pillow."""
     from PIL import Image
 
@@ -131,10 +139,8 @@ def _take_pixels(image: Any, format_: str | None, size: list[int] | None, mode: 
     else:
         raise ValueError(f"its pixels are {image.mode}, neither 8 bits nor grey of 16")
     if size is not None and image.size != (size[1], size[0]):
-        image = image.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    pixels = np.asarray(image)
-    if pixels.ndim == 2:
-        pixels = pixels[:, :, None]
+        image = image.resize((size[1], size[0]), Image.Resampling[filter])
+    pixels = np.asarray(image).reshape(image.size[1], image.size[0], -1)
     return np.repeat(pixels, 3, axis=2) if mode == "rgb" and pixels.shape[2] == 1 else pixels
 
 

@@ -3,7 +3,7 @@ for each split.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -11,11 +11,11 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.columns import OptionalName
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
 from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
-from fedjax_cfl.data.datasets.readers import line_of, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
+from fedjax_cfl.data.datasets.table import OptionalName
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import TEXT, check_arguments, or_none
@@ -81,7 +81,8 @@ def image_folder(
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
     classes, labels = number_names(roles["class"])
     _refuse_empty(root, found, parts, classes)
-    x = stack_images(str(path), _read_files(root, images), len(images), size, mode)
+    files = readers.read_files(root.joinpath(*image) for image in images)
+    x = stack_images(str(path), files, len(images), size, mode)
     pool = Pool(x, labels, len(classes))
     if "user" in roles:
         users, owner = number_names(roles["user"])
@@ -145,20 +146,13 @@ def _list_root(root: Path) -> Found:
 def _walk(root: Path, parts: tuple[str, ...], found: Found) -> None:
     """Adds to `found` what is below the folder `parts` of the root, in order of name."""
     folder = root.joinpath(*parts)
-    try:
-        with os.scandir(folder) as listed:
-            entries = sorted(listed, key=lambda entry: entry.name)
-    except OSError as error:
-        raise InputError(
-            f"{folder}: folder cannot be read ({line_of(error)}), expected a readable folder"
-        ) from error
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name in SKIPPED:
+    for name in list_folder(folder):
+        if name.startswith(".") or name in SKIPPED:
             continue
-        if entry.is_symlink():
-            _check_link(root, entry)
-        inside = (*parts, entry.name)
-        if os.path.isdir(entry.path):  # unlike entry.is_dir it raises nothing
+        path, inside = folder / name, (*parts, name)
+        if os.path.islink(path):
+            _check_link(root, path)
+        if os.path.isdir(path):  # unlike Path.is_dir it raises nothing
             if len(inside) > DEEPEST:
                 raise InputError(
                     f"{root}: folder {shorten('/'.join(inside))} is {len(inside)} folders deep,"
@@ -166,21 +160,21 @@ def _walk(root: Path, parts: tuple[str, ...], found: Found) -> None:
                 )
             found.folders.append(inside)
             _walk(root, inside, found)
-        elif entry.name.lower().endswith(SUFFIXES):
+        elif name.lower().endswith(SUFFIXES):
             found.images.append(inside)
         else:
             found.others.append(inside)
 
 
-def _check_link(root: Path, entry: os.DirEntry) -> None:
+def _check_link(root: Path, path: Path) -> None:
     """Raises InputError for a link that leaves the root, and for one to a folder, which could lead
     in a circle.
     """
-    home, target = os.path.realpath(root), os.path.realpath(entry.path)
+    home, target = os.path.realpath(root), os.path.realpath(path)
     if os.path.commonpath([home, target]) != home:
-        raise InputError(f"{entry.path}: link leaves {root}, expected the file itself")
-    if os.path.isdir(entry.path):  # unlike entry.is_dir it raises nothing
-        raise InputError(f"{entry.path}: is a link to a folder, expected the folder itself")
+        raise InputError(f"{path}: link leaves {root}, expected the file itself")
+    if os.path.isdir(path):
+        raise InputError(f"{path}: is a link to a folder, expected the folder itself")
 
 
 def _guess_layout(root: Path, found: Found) -> Layout:
@@ -239,11 +233,3 @@ def _refuse_empty(root: Path, found: Found, parts: Sequence[str], classes: list[
         raise InputError(
             f"{root}: class {shorten(empty[0])} has no images, expected some, or no folder"
         )
-
-
-def _read_files(root: Path, images: list[tuple[str, ...]]) -> Iterator[tuple[str, bytes]]:
-    """Yields (what a message calls it, content) of images."""
-    for image in images:
-        path = root.joinpath(*image)
-        with open_unpacked(path) as (file, most):
-            yield str(path), bytes(readers.read_at_most(file, most))

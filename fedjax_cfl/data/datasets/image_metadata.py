@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from fedjax_cfl.data.datasets import readers, table_files
-from fedjax_cfl.data.datasets.readers import open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.table_cells import Words
 from fedjax_cfl.data.datasets.table_pool import Table, assemble_pool, read_columns
 from fedjax_cfl.errors import InputError, suggest_nearest
@@ -39,7 +39,7 @@ def read_metadata(
     if shards[0].suffix == ".csv":
         dialect = table_files.Dialect()
         find_kinds = partial(table_files.find_csv_kinds, dialect=dialect)
-        read = partial(_read_csv, dialect=dialect)
+        read = partial(table_files.read_csv, dialect=dialect)
     else:
         find_kinds, read = table_files.find_parquet_kinds, table_files.read_parquet
     kinds = find_kinds(shards[0])
@@ -61,13 +61,8 @@ def read_metadata(
     names = np.array(files.words)[files.number].tolist()
     if len(shards) > 1:
         parts["split"] = np.array([name.split("/")[0] == shards[1].parent.name for name in names])
-    return assemble_pool(str(root), stack(_read_images(root, names), len(names)), parts, None)
-
-
-def _read_csv(
-    path: Path, wanted: list[str], dialect: table_files.Dialect
-) -> Iterator[pa.RecordBatch]:
-    return table_files.read_csv(path, dialect, wanted)
+    files = readers.read_files(_find_images(root, names))
+    return assemble_pool(str(root), stack(files, len(names)), parts, None)
 
 
 def _read_places(
@@ -87,8 +82,8 @@ def _read_places(
         yield pa.RecordBatch.from_arrays(columns, wanted)
 
 
-def _read_images(root: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Yields (what a message calls it, content) of images below the root."""
+def _find_images(root: Path, names: list[str]) -> Iterator[Path]:
+    """Yields the paths of images below the root."""
     home = os.path.realpath(root)
     for row, name in enumerate(names):
         parts, path = PurePosixPath(name).parts, root / name
@@ -98,5 +93,4 @@ def _read_images(root: Path, names: list[str]) -> Iterator[tuple[str, bytes]]:
                 f"{root}: {FILE_NAME} is {shorten(name)} in sample {row}, expected a file in the"
                 " folder of its table"
             )
-        with open_unpacked(path) as (file, most):
-            yield str(path), bytes(readers.read_at_most(file, most))
+        yield path

@@ -81,14 +81,9 @@ def fashion_mnist(
     if split == "random":
         rng = np.random.RandomState(0)
         test = np.zeros(len(y), bool)
-        test[
-            np.concatenate(
-                [
-                    rng.permutation(same)[: len(same) // 7]
-                    for same in (np.flatnonzero(y == c) for c in range(10))
-                ]
-            )
-        ] = True
+        for label in range(10):
+            same = rng.permutation(np.flatnonzero(y == label))
+            test[same[: len(same) // 7]] = True
         rows = ~test
     return check_pool(
         Pool(_standardize(x, rows) if standardize else x, y, 10, test=test), "fashion_mnist"

@@ -51,17 +51,23 @@ def check_pool(pool: Pool, name: str) -> Pool:
             )
     classes = pool.num_classes
     y, classes = _read_labels(name, y, classes) if classes else (_read_targets(name, y), 0)
-    client = (
-        None if pool.client is None else _whole(name, "client", np.asarray(pool.client), len(x))
-    )
-    test = None if pool.test is None else _mask(name, np.asarray(pool.test), len(x))
-    time = None if pool.time is None else _whole(name, "time", np.asarray(pool.time), len(x))
-    return pool._replace(x=x, y=y, num_classes=classes, client=client, test=test, time=time)
+    given = {field: getattr(pool, field) for field in ("client", "test", "time")}
+    read = {
+        field: None if values is None else _read_whole(name, field, np.asarray(values), len(x))
+        for field, values in given.items()
+    }
+    if (test := read["test"]) is not None:
+        if (bad := test > 1).any():
+            raise InputError(
+                f"{name}: test is {test[bad][0]} in sample {bad.argmax()}, expected True or False"
+            )
+        read["test"] = test.astype(bool)
+    return pool._replace(x=x, y=y, num_classes=classes, **read)
 
 
 def _read_labels(name: str, y: np.ndarray, classes: int) -> tuple[np.ndarray, int]:
     """Returns class numbers [N] int32, and how many classes there are, see `check_pool`."""
-    y = _whole(name, "y", y)
+    y = _read_whole(name, "y", y)
     classes = int(y.max()) + 1 if classes == COUNTED else classes
     if (bad := y >= classes).any():
         raise InputError(
@@ -90,7 +96,7 @@ def _read_targets(name: str, y: np.ndarray) -> np.ndarray:
     return y
 
 
-def _whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:
+def _read_whole(name: str, field: str, values: np.ndarray, length: int | None = None) -> np.ndarray:
     """Returns whole, non-negative numbers [N] as int32; floats such as 5.0 are accepted."""
     if values.dtype.kind not in "buif":
         raise InputError(f"{name}: {field} has dtype {values.dtype}, expected integers")
@@ -109,16 +115,6 @@ def _whole(name: str, field: str, values: np.ndarray, length: int | None = None)
             f"{hint}"
         )
     return values.astype(np.int32)
-
-
-def _mask(name: str, test: np.ndarray, length: int) -> np.ndarray:
-    """Returns which samples are for testing [N] bool, from bool or 0 and 1."""
-    numbers = _whole(name, "test", test, length)
-    if (bad := numbers > 1).any():
-        raise InputError(
-            f"{name}: test is {numbers[bad][0]} in sample {bad.argmax()}, expected True or False"
-        )
-    return numbers.astype(bool)
 
 
 def number_owners(client: np.ndarray) -> np.ndarray:

@@ -39,9 +39,7 @@ def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
-            raise InputError(
-                f"{path}: file cannot be read (not a regular file), expected a readable file"
-            )
+            raise OSError("not a regular file")
         with path.open("rb") as file:
             size, start = os.fstat(file.fileno()).st_size, file.peek(2)[:2]
             if is_pickle(path.name, start):
@@ -50,20 +48,18 @@ def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
                 yield gzip.GzipFile(fileobj=file), min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES)
             else:
                 yield file, min(size, MAX_UNPACKED_BYTES)
+    except InputError:
+        raise
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(
             f"{path}: gzip stream is truncated or damaged ({line_of(error)}), expected a complete"
             " .gz file"
         ) from error
-    except OSError as error:
+    except (OSError, ValueError, MemoryError) as error:
+        # a ValueError is for a name that is none, such as one with a zero byte
+        named = path if isinstance(error, OSError) else repr(str(path))
         raise InputError(
-            f"{path}: file cannot be read ({line_of(error)}), expected a readable file"
-        ) from error
-    except InputError:
-        raise
-    except (ValueError, MemoryError) as error:  # a name that is none, such as one with a zero byte
-        raise InputError(
-            f"{str(path)!r}: file cannot be read ({line_of(error)}), expected a readable file"
+            f"{named}: file cannot be read ({line_of(error)}), expected a readable file"
         ) from error
 
 
@@ -92,6 +88,13 @@ def read_at_most(file: Unpacked, most: int) -> bytearray:
     while len(content) < most and (piece := file.read(min(READ_BYTES, most - len(content)))):
         content += piece
     return content
+
+
+def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, content) of files, one after another."""
+    for path in paths:
+        with open_unpacked(path) as (file, most):
+            yield str(path), bytes(read_at_most(file, most))
 
 
 def read_idx(path: PathLike) -> np.ndarray:

@@ -3,18 +3,35 @@
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from fedjax_cfl.data.datasets.columns import Columns, Name, OptionalName, OptionalNames
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode, stack_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, Rule, check_arguments
+from fedjax_cfl.validation import NaturalInt, Rule, check_arguments, or_none
 
 SIGN = Rule(
     "one character, or tab",
     lambda value: value == "tab" or (isinstance(value, str) and len(value) == 1),
 )
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str | int) and not isinstance(value, bool) and str(value) != ""
+
+
+NAME = Rule("the name of a column", _is_name)
+NAMES = Rule(
+    "the name of a column, or a list of names",
+    lambda value: (
+        _is_name(value) or (isinstance(value, list | tuple) and all(map(_is_name, value)))
+    ),
+)
+
+
+Name = Annotated[str, NAME]
+OptionalName = Annotated[str | None, or_none(NAME)]
+OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
 
 
 def csv(
@@ -45,7 +62,6 @@ def csv(
     Raises InputError for missing values, for text among numbers, with column and row, and for what
     `npz` would refuse.
     """
-    columns = Columns(y, x, client, split, time, concept)
     check_arguments(csv, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
     from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
 
@@ -59,9 +75,10 @@ def csv(
         root,
         table_files.list_shards(root, (".csv", ".csv.gz")),
         partial(table_files.find_csv_kinds, dialect=dialect),
-        lambda shard, wanted: table_files.read_csv(shard, dialect, wanted),
+        partial(table_files.read_csv, dialect=dialect),
         decimal,
     )
+    columns = table_pool.Columns(y, x, client, split, time, concept)
     return table_pool.read_pool(table, columns, number_text, num_classes)
 
 
@@ -88,7 +105,6 @@ def parquet(
     Types that extensions of Arrow add are not used, only their storage.
     Raises InputError for what `csv` and `image_folder` would refuse.
     """
-    columns = Columns(y, x, client, split, time, concept)
     check_arguments(parquet, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
     from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
 
@@ -100,4 +116,5 @@ def parquet(
         table_files.read_parquet,
     )
     images = partial(stack_images, str(path), size=size, mode=mode)
+    columns = table_pool.Columns(y, x, client, split, time, concept)
     return table_pool.read_pool(table, columns, number_text, num_classes, images)

@@ -1,6 +1,7 @@
 """What cells of a table hold: numbers, lists, dates, text; what is refused names column and row."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -56,11 +57,7 @@ def _find_gaps(cells: pa.Array) -> np.ndarray:
 
 def _find_bad(cells: pa.Array, parse: Callable[[pa.Array], Any]) -> int:
     """Returns the place of the first cell that `parse` returns None for."""
-    low, high = 0, len(cells)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if parse(cells[low:middle]) is None else (middle, high)
-    return low
+    return bisect_left(range(len(cells)), True, key=lambda last: parse(cells[: last + 1]) is None)
 
 
 def read_features(place: Place, cells: pa.Array) -> np.ndarray:
@@ -106,7 +103,7 @@ def read_numbers(place: Place, cells: pa.Array, remedy: str = NO_FEATURE) -> np.
 def _read_lists(place: Place, cells: pa.Array) -> np.ndarray:
     """Returns lists of lists [n, ...], as long as each other at every level."""
     rows, shape = len(cells), []
-    while is_list(cells.type) and len(shape) < MOST_DIMENSIONS:
+    while is_list(cells.type) and len(cells) and len(shape) < MOST_DIMENSIONS:
         each = max(math.prod(shape), 1)
         _refuse_missing(place, _find_nulls(cells), each)
         lengths = pc.list_value_length(cells).to_numpy(zero_copy_only=False)

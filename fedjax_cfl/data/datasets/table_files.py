@@ -77,7 +77,7 @@ def check_columns(path: Path, names: list[str]) -> None:
         )
 
 
-def read_csv(path: Path, dialect: Dialect, wanted: list[str] | None) -> Iterator[pa.RecordBatch]:
+def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator[pa.RecordBatch]:
     """Yields the cells of a CSV, plain or gzipped, as text; `wanted` None is all columns."""
     with open_unpacked(path) as (file, most):
         packed = not isinstance(file, io.BufferedReader)
@@ -117,7 +117,7 @@ def _open_csv(
 
 def find_csv_kinds(path: Path, dialect: Dialect) -> dict[str, Kind]:
     """Returns the kind of every column by name, from the first rows."""
-    for batch in read_csv(path, dialect, None):
+    for batch in read_csv(path, None, dialect):
         if batch.num_rows:
             columns = zip(batch.schema.names, batch.columns, strict=True)
             return {name: _kind_of_cells(column, dialect.decimal) for name, column in columns}

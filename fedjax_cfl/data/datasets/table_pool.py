@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from fedjax_cfl.data.datasets.arrow_files import is_text
-from fedjax_cfl.data.datasets.columns import Columns
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
 from fedjax_cfl.data.datasets.pool import name_clients, number_names, number_owners
 from fedjax_cfl.data.datasets.readers import shorten
@@ -30,6 +29,17 @@ ROLES = ("y", "client", "split", "time", "concept")
 SPLITS = {"train": 0, "test": 1, "0": 0, "1": 1}
 INDEX = ("", "__index_level_0__", "Unnamed: 0")  # row numbers, as pandas writes them
 MOST_LISTED = 9  # names in a message
+
+
+class Columns(NamedTuple):
+    """Which column of a table is what, see `csv`; columns without a part are not read."""
+
+    y: str | None  # None: the table has no labels, and they are 0
+    x: list[str] | str | None = None
+    client: str | None = None
+    split: str | None = None
+    time: str | None = None
+    concept: str | None = None
 
 
 class Table(NamedTuple):

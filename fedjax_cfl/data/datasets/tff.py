@@ -76,11 +76,8 @@ def tff_hdf5(
     check_arguments(tff_hdf5, locals(), "dataset.source")
     file, test_file = _find_files(Path(os.path.expanduser(path)))
     features = list_members(file, "examples")
-    x = x or next((name for name in SAMPLES if name in features), None)
-    y = y or "label"
-    for field, name in (("x", x), ("y", y)):
-        _check_feature(file, features, field, name)
-    assert x is not None
+    texts = [name for name, kind in features.items() if kind[0] in "oS|"]
+    x, y = choose_features(file, list(features), texts, x, y)
     parts = []
     for part in filter(None, (file, test_file)):
         members = read_members(part, "examples", (x, y))
@@ -140,20 +137,29 @@ def _find_files(path: Path) -> tuple[Path, Path | None]:
     return path, partner if path.name.endswith(TRAIN) and os.path.lexists(partner) else None
 
 
-def _check_feature(file: Path, features: dict[str, str], field: str, name: str | None) -> None:
-    """Raises InputError for a feature that is not there, or is text."""
-    texts = [feature for feature, kind in features.items() if kind[0] in "oS|"]
-    said = f"{shorten(name)[1:-1]} is missing" if name else "pixels and image are missing"
-    if texts and (name in texts or name not in features):
-        raise InputError(
-            f"{file}: {list_names(texts)} {'are' if texts[1:] else 'is'} text, which is not read,"
-            " expected numbers: pixels or image, and label, or windows of characters stored as"
-            " numbers in an .npz"
-        )
-    if name not in features:
-        raise InputError(
-            f"{file}: {said}, expected dataset.source.{field}= one of {list_names(list(features))}"
-        )
+def choose_features(
+    file: Path, features: list[str], texts: list[str], x: str | None, y: str | None
+) -> tuple[str, str]:
+    """Returns the names of the samples and of the labels. Raises InputError for a feature that is
+    not there, or is text.
+
+    Args: `file` begins messages; `features` are all names, `texts` those of text; `x` and `y` are
+    as in `tff_hdf5`.
+    """
+    x, y = x or next((name for name in SAMPLES if name in features), ""), y or "label"
+    for field, name in (("x", x), ("y", y)):
+        if texts and (name in texts or name not in features):
+            raise InputError(
+                f"{file}: {list_names(texts)} {'are' if texts[1:] else 'is'} text, which is not"
+                " read, expected numbers: pixels or image, and label, or windows of characters"
+                " stored as numbers in an .npz"
+            )
+        if name not in features:
+            said = f"{shorten(name)[1:-1]} is missing" if name else "pixels and image are missing"
+            raise InputError(
+                f"{file}: {said}, expected dataset.source.{field}= one of {list_names(features)}"
+            )
+    return x, y
 
 
 def collect(
