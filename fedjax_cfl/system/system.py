@@ -61,8 +61,8 @@ class RoundLog(NamedTuple):
     def add_up(self) -> Report:
         """Returns the sum of all that was reported."""
         assert self.training is not None  # the round has ended
-        polled = [make_report(self.poll.traffic)] if self.poll else []
-        return add_reports(self.migration, *self.planned, self.training, *polled)
+        polled = make_report(self.poll.traffic if self.poll else None)
+        return add_reports(self.migration, *self.planned, self.training, polled)
 
 
 def group_models(state: State) -> Params:
