@@ -277,9 +277,8 @@ def close(one, two, rtol):
     """Asserts that the rows of two runs are close."""
     for a, b in zip(one, two, strict=True):
         for name in a:
-            np.testing.assert_allclose(
-                np.array(a[name], float), np.array(b[name], float), rtol=rtol, err_msg=name
-            )
+            values = (np.array(row[name], float) for row in (a, b))
+            np.testing.assert_allclose(*values, rtol=rtol, atol=rtol, err_msg=name)
 
 
 def test_devices_and_the_place_of_the_samples_change_nothing(fedjax_cfl, monkeypatch):
@@ -421,6 +420,7 @@ REFUSED = {
 def own(tmp_path, monkeypatch):
     """The current folder, with own.npz in it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # the tests chose already
     np.savez("own.npz", **planted())
 
 
@@ -446,7 +446,7 @@ def test_settings_that_do_not_fit(settings, says, own):
     one_line(says, assemble, line.split())
 
 
-def test_a_data_set_of_classes_is_refused():
+def test_a_data_set_of_classes_is_refused(own):
     settings = ["task=regression", "dataset=digits", "algorithm=ifca"]
     one_line("dataset=digits has classes; use a file of your own", assemble, settings)
 
