@@ -112,7 +112,7 @@ def test_numbers_as_objects_and_dates():
         ({"y": ["a", None, "b", "c"]}, "y is None in sample 1, expected text as in the others"),
         ({"y": ["a", np.nan, "b", "c"]}, "y is nan in sample 1, expected text as in the others"),
         ({"num_classes": 2}, "y is 2 in sample 2, expected 0 .. 1"),
-        ({"num_classes": 0}, "num_classes=0: must be"),
+        ({"num_classes": -1}, "num_classes=-1: must be"),
         ({"client": Y[:2]}, "client has shape (2,)"),
         ({"client": Y + 0.5}, "client is 0.5 in sample 0"),
         ({"client": [None, 1, 2, 3]}, "client is None in sample 0"),
@@ -128,7 +128,7 @@ def test_numbers_as_objects_and_dates():
 def test_each_mistake_is_one_line(changes, says):
     error = one_line(says, from_arrays, **({"x": X, "y": Y} | changes))
     assert len(error) < 1000
-    assert error.startswith("arrays: ") == ("num_classes=0" not in says)
+    assert error.startswith("arrays: ") == ("num_classes=-1" not in says)
 
 
 @pytest.mark.parametrize(

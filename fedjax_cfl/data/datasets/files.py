@@ -76,7 +76,7 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     classes, class_names = _count_classes(str(path), num_classes), None
     if x.dtype == np.int32:
         class_names = name_characters(str(path), x, y)
-        classes = classes or len(class_names)
+        classes = len(class_names) if num_classes is None else classes
     owner = number_owners(client)
     pool = Pool(x, y, classes, owner, test, class_names=class_names, client_names=names)
     return check_pool(pool, str(path))
