@@ -71,7 +71,8 @@ def meta_trained(model, data, batches, lr, alpha, second_order):
 def play_twin(groups, data, pick, local, rounds, train):
     """IFCA, with m = 1 FedAvg whose means are unweighted; returns models and who is where."""
     x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
-    place = [-1] * CLIENTS
+    # the only group there is, is also that of a client without training samples
+    place = [-1 if len(groups) > 1 or size else 0 for size in SIZES]
     for number in range(rounds):
         ids = pick.draw(derive_key(KEY, SELECT, number), number, data.train.size).tolist()
         ids, answers = [k for k in ids if SIZES[k]], {}

@@ -238,7 +238,7 @@ LOADED = {  # what only `predict` reads
     "another shape": (state(sample_shape=[7, 8]), "other parameters than this module"),
     "no classes": (forget("num_classes"), f"num_classes is 'absent', {FACT}"),
     "classes of text": (state(num_classes="a"), f"num_classes is 'a', {FACT}"),
-    "no class": (state(num_classes=0), f"num_classes is 0, {FACT}"),
+    "no class": (state(num_classes=-1), f"num_classes is -1, {FACT}"),
     "half a class": (state(num_classes=10.7), f"num_classes is 10.7, {FACT}"),
     "huge classes": (state(num_classes=10**12), f"num_classes is 1000000000000, {FACT}"),
     "names that are a number": (state(class_names=3), f"class_names is 3, {FACT}"),

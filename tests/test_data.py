@@ -158,7 +158,7 @@ GOOD = {"x": np.eye(6, 4, dtype=np.float32), "y": np.arange(6) % 3, "client": np
         ({"x": np.array(list("abcdef"))}, "x has dtype <U1"),
         ({"client": np.arange(5)}, "client has shape (5,)"),
         ({"client": np.arange(6) - 1}, "client is -1 in sample 0"),
-        ({"num_classes": 0}, "num_classes=0, expected at least 1"),
+        ({"num_classes": -1}, "num_classes=-1, expected at least 1"),
         ({"test": np.full(6, 2)}, "test is 2 in sample 0, expected True or False"),
         ({"time": 10**12 + np.arange(6)}, "time is 1000000000000 in sample 0"),
     ],

@@ -52,7 +52,7 @@ def fit(row, model, data, k, key, batch_size):
             return weights, len(losses)
 
 
-@pytest.mark.parametrize(("m", "width"), [(2, 1), nightly(1, 4)])
+@pytest.mark.parametrize(("m", "width"), [(3, 1), nightly(1, 4)])
 def test_rounds_equal_a_slow_twin(toy, mlp, local, m, width):
     """Over IFCA clients move; who does fits anew."""
     one = with_execution(local, width=width)
@@ -121,8 +121,8 @@ def test_who_changes_its_group_fits_anew(group, fitted, weight):
 
     work = Work(jnp.int32(group), jnp.ones(()), jnp.ones(()), own=row)
     models = {"head": {"bias": jnp.zeros((2, 1))}}
-    train = train_from_mixture(("head",), fit)
-    train(lambda *given: just(None), jnp.int32(3), None, (jax.random.key(0), models), work)
+    shared = jax.random.key(0), models
+    train_from_mixture(fit, lambda *given: just(None), jnp.int32(3), None, shared, work)
     assert bool(seen[0].fitted) == fitted
     np.testing.assert_allclose(seen[0].weights["head"]["bias"], weight)
 
