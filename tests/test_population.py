@@ -120,10 +120,11 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
         feed = prefetch.HostFeed(
             both[1], algorithm, jax.random.key(1), rounds, 8, local.execution.mesh
         )
+        plan = zip(feed._plan_blocks(done), feed.train_blocks(done), strict=True)
         return [
             count
-            for count, block in feed.train_blocks(done)
-            if block.train.size.sum() <= feed.most["train"][0]
+            for at, (count, block) in plan
+            if (block.owner >= 0).sum() == block.train.size[feed.block_clients(*at)].sum()
         ]
 
     assert blocks(0, 20) == [3, 3, 2, 3, 3, 2, 3, 1]
