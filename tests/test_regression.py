@@ -285,7 +285,7 @@ def test_devices_and_the_place_of_the_samples_change_nothing(fedjax_cfl, monkeyp
     np.savez("own.npz", **planted())
     runs = {"one": "devices=1", "four": "devices=4", "host": "devices=1 resident=host"}
     for name, settings in runs.items():
-        line = f"{SMALL} {settings} rounds=3 selection=null run_dir={name}"
+        line = f"{SMALL} {settings} rounds=3 run_dir={name}"
         assert call(monkeypatch, line, devices=4) == 0
     one, four, host = map(lasting_rows, runs)
     close(one, four, 1e-4)
