@@ -371,7 +371,7 @@ def test_compare_errors(tmp_path):
     with pytest.raises(InputError, match="did you mean 'multirun'"):
         compare.find_runs([tmp_path / "multirum"])
     with pytest.raises(InputError, match="target must be"):
-        compare.compare([tmp_path], target=80)
+        compare.compare([tmp_path], target=-80)
     (tmp_path / "multirun" / "summary.json").write_text("{")
     with pytest.raises(InputError, match="not valid JSON"):
         compare.compare([tmp_path])

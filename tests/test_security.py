@@ -94,7 +94,12 @@ def complaints(source: str, networked: bool = False, reporting: bool = False) ->
             found += [f"line {node.lineno}: imports {given}"] * (given in REPORTING)
         if called in EXECUTORS | SHELLS or (first == "builtins" and rest in EXECUTORS):
             found.append(f"line {node.lineno}: calls {called}")
-        if called.startswith("yaml.") and called not in ("yaml.safe_load", "yaml.safe_dump"):
+        plain = (
+            called == "yaml.load" and ast.unparse(node.args[-1]) == "PlainLoader"
+        )  # a SafeLoader
+        if called.startswith("yaml.") and not (
+            plain or called in ("yaml.safe_load", "yaml.safe_dump")
+        ):
             found.append(f"line {node.lineno}: calls {called}")
         if called == "numpy.load" and keyword(node, "allow_pickle") != "False":
             found.append(f"line {node.lineno}: numpy.load without allow_pickle=False")

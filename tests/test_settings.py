@@ -61,6 +61,7 @@ def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
                 "algorithm.prior_mean": (-1,),
                 "algorithm.tau": (-1,),  # a cosine, of StoCFL
                 "model.module.hidden": ([],),  # no hidden layer
+                "algorithm.split_rounds": ([],),  # no split
             }
             named = "text" in rule.allowed or "column" in rule.allowed
             free = ("nonsense", -1, []) if named else ()  # a column's number, no column
