@@ -112,6 +112,17 @@ def test_curves_show_true_groups_and_no_zeros_of_single_participants():
     assert len(draw_curves([one | {"concept_accuracy": None}], "").axes) == 4
 
 
+def test_counts_of_groups_and_clients_have_whole_ticks():
+    rows = [
+        {"round": k, "accuracy": 0.5, "group_accuracy": [0.5, 0.7], "group_sizes": [1, 1]}
+        | {"groups": 2, "ari": None}
+        for k in (1, 2)
+    ]
+    panels = {axes.get_title("left"): axes for axes in draw_curves(rows, "").axes}
+    for title in ("Groups in use", "Clients per group"):
+        assert all(tick == int(tick) for tick in panels[title].get_yticks()), title
+
+
 @pytest.fixture
 def undrawn(monkeypatch):
     """Runs do not draw curves.png."""

@@ -116,6 +116,8 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
+    if y in ("groups", "clients"):  # counts have no halves
+        axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def scale_scores(axes: Axes, score: Score) -> None:
