@@ -249,7 +249,7 @@ def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:
             yield waiting.result()
 
 
-def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, size: np.ndarray) -> np.ndarray:
+def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, size: jax.Array) -> np.ndarray:
     """Returns whom every round reads, [rounds, n]; K in a place that is empty."""
     clients_of = algorithm.data_clients
     assert clients_of is not None  # `check_host_data` has looked
