@@ -472,3 +472,12 @@ def test_scores_know_their_direction():
     assert ACCURACY.pick_best([0.1, 0.4]) == 0.4 and RMSE.pick_best([0.1, 0.4]) == 0.1
     assert ACCURACY.is_better(0.4, 0.1) and not RMSE.is_better(0.4, 0.1)
     assert RMSE.format(0.12345) == "0.1235" and ACCURACY.format(0.5) == "50.00%"
+
+
+def test_from_python_it_is_said_when_the_run_is_compiled():
+    task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0)
+    local = cfl.Local(lr=0.05, epochs=1, batch_size=10)
+    method = cfl.algorithms.fedem(task, local, cfl.select.uniform(6), m=2)
+    data = federate(planted())
+    said = one_line(NEEDS, cfl.run, method, task, data, jax.random.key(0), rounds=1)
+    assert said.startswith("algorithm=fedem: ")

@@ -120,8 +120,7 @@ def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
 
 def is_high_best(measure: str) -> bool:
     """Returns whether the highest value of a measure is the best."""
-    lower = measure in COSTS or (measure.endswith(("rmse", "mae")))
-    return not lower
+    return measure not in COSTS and not measure.endswith(("rmse", "mae"))
 
 
 def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str]:

@@ -34,7 +34,7 @@ from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
-from fedjax_cfl.simulation.program import Inputs, check_data
+from fedjax_cfl.simulation.program import Inputs, check_data, trace_on_numbers
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import Faults, System
@@ -105,6 +105,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     algorithm = build_algorithm(config, task, data, local)
     prefetch.check_host_data(data, algorithm, drift)
     check_data(algorithm, task, drift, data)
+    trace_on_numbers(algorithm, drift, data)
     check_mixture(config, algorithm, data)
     if share:
         make = with_selection(config, task, data, local)

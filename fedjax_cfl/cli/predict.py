@@ -67,6 +67,8 @@ def main(argv: list[str]) -> int:
     if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
     run = load_run(given.run_dir)
+    if given.confusion and not run.num_classes:
+        raise InputError("--confusion: counts classes, and the run regressed numbers")
     arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
@@ -83,8 +85,6 @@ def main(argv: list[str]) -> int:
     counted = "y" in arrays and run.num_classes
     confusion = count_confusions(run, saved, arrays, found) if counted else None
     if given.confusion:
-        if not run.num_classes:
-            raise InputError("--confusion: counts classes, and the run regressed numbers")
         if confusion is None:
             raise InputError(f"{given.file}: has no labels y, which --confusion counts")
         print("\n".join(describe_confusions(confusion, run.class_names)))

@@ -194,12 +194,12 @@ class HostFeed:
         y[: numbers.size] = self.data.y[numbers]
         owner = np.full(most, -1, np.int32)
         owner[: numbers.size] = np.repeat(who, size[who])
-        arrays: list[Any] = [np.arange(most, dtype=np.int32), start, size]
+        # of all clients where they train: the selection asks who has samples
+        shown = np.asarray(held.size, np.int32) if side == "train" else size
+        arrays: list[Any] = [np.arange(most, dtype=np.int32), start, shown]
         nobody: list[Any] = [np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size)]
         views = {name: ClientIndex(*nobody) for name in ("train", "test")}
         views[side] = ClientIndex(*arrays)
-        if side == "train":  # that of all clients: the selection asks who has samples
-            views[side] = views[side].replace(size=np.asarray(held.size, np.int32))
         rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
         return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
 
@@ -254,10 +254,9 @@ def draw_cohorts(algorithm: Algorithm, key: Key, rounds: int, size: jax.Array) -
     clients_of = algorithm.data_clients
     assert clients_of is not None  # `check_host_data` has looked
     draw = jax.jit(
-        lambda first: jax.lax.map(
+        lambda size, first: jax.lax.map(
             lambda i: clients_of(key, first + i, size), jnp.arange(min(rounds, DRAW_BATCH))
         )
     )
-    return np.concatenate([np.asarray(draw(first)) for first in range(0, rounds, DRAW_BATCH)])[
-        :rounds
-    ]
+    parts = [np.asarray(draw(size, first)) for first in range(0, rounds, DRAW_BATCH)]
+    return np.concatenate(parts)[:rounds]

@@ -14,38 +14,33 @@ from rich.table import Table
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.runs.settings import RunSettings
-from fedjax_cfl.scores import ERRORS, RMSE, SCORES, find_score
+from fedjax_cfl.scores import ERRORS, find_score
 from fedjax_cfl.types import Algorithm
 
 # of scores, as curves and glossary call them
-NAMES = {score.name: score.words for score in SCORES} | {"mae": "MAE", "r2": "R2"}
+NAMES = {"accuracy": "accuracy", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
 # of a summary's numbers
-WORDS = (
-    {
-        f"{part}_{score.name}": f"{score.words}, {words}"
-        for score in SCORES
-        for part, words in (
-            ("last10_evals", "mean of last 10 tests"),
-            ("last10_evals_best", "best of last 10 tests"),
-        )
-    }
-    | {
-        f"{part}_{name}": f"{short}, {words}"
-        for name, short in NAMES.items()
-        for part, words in (("macro", "mean over clients"), ("worst10", "worst 10 % of clients"))
-    }
-    | {
-        **{name: NAMES[name] for name in ERRORS if name != RMSE.name},
-        **{
-            f"{part}_{RMSE.name}": f"{part} {RMSE.words}" for part in ("best", "final", "finetuned")
-        },
-        "new_clients_rmse": "new clients RMSE",
-        "new_clients_finetuned_rmse": "new clients finetuned RMSE",
-        "weighted_macro_f1": "macro-F1, by test samples",
-        "macro_f1": "macro-F1, mean over clients",
-        "ari": "ARI, found and true groups",
-    }
-)
+WORDS = {
+    f"{part}_{name}": f"{short}, {words}"
+    for name, short in NAMES.items()
+    for part, words in (
+        ("last10_evals", "mean of last 10 tests"),
+        ("last10_evals_best", "best of last 10 tests"),
+        ("macro", "mean over clients"),
+        ("worst10", "worst 10 % of clients"),
+    )
+} | {
+    "mae": "MAE",
+    "r2": "R2",
+    "best_rmse": "best RMSE",
+    "final_rmse": "final RMSE",
+    "finetuned_rmse": "finetuned RMSE",
+    "new_clients_rmse": "new clients RMSE",
+    "new_clients_finetuned_rmse": "new clients finetuned RMSE",
+    "weighted_macro_f1": "macro-F1, by test samples",
+    "macro_f1": "macro-F1, mean over clients",
+    "ari": "ARI, found and true groups",
+}
 
 
 def _cell(name: str, summary: dict[str, Any]) -> str:

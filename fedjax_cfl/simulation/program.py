@@ -54,7 +54,6 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
     if bool(data.num_classes) != (task.error is None):
         said = ("numbers to regress", 0) if not data.num_classes else ("classes", data.num_classes)
         raise InputError(f"data: y are {said[0]}; give as_task num_classes={said[1]}")
-    trace_on_numbers(algorithm, drift, data)
     if algorithm.check_data is None:
         return
     if drift.moves:
@@ -65,7 +64,8 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
 
 def trace_on_numbers(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
     """Raises InputError where y are numbers to regress, and a part of the run needs classes: each
-    says so while it is traced.
+    says so while it is traced. The command line asks before the run has a directory; from Python
+    it is said when the run is compiled.
     """
     if data.num_classes or prefetch.is_on_host(data):
         return

@@ -12,8 +12,6 @@ from flax import struct
 from fedjax_cfl.scores import ERRORS
 from fedjax_cfl.simulation.metrics import average, means_by_group, sum_by_client
 
-WORST_IS_LOW = ("r2",)
-
 
 class ErrorMetrics(struct.PyTreeNode):
     """What every client measures on its own test samples; NaN for a client without samples."""
@@ -89,13 +87,11 @@ def summarize_errors(clients: ErrorMetrics) -> dict[str, Any]:
     everybody = xp.where(clients.samples > 0, 0, -1)
     row = {name: values[0] for name, values in errors_by_group(clients, everybody, 1).items()}
     for name in ERRORS:
-        values = getattr(clients, name)
-        known = clients.samples > 0
-        if name in WORST_IS_LOW:
-            known, values = known & (clients.target_variance > 0), -values
+        values, known, sign = getattr(clients, name), clients.samples > 0, 1
+        if name == "r2":  # of which the worst are the lowest
+            values, known, sign = -values, known & (clients.target_variance > 0), -1
         order = xp.argsort(xp.where(known, -xp.nan_to_num(values, nan=xp.inf), xp.inf))
         worst = xp.arange(known.size) < (known.sum() // 10).clip(1)
         macro, tenth = average(values, known), average(values[order], worst & known[order])
-        sign = -1 if name in WORST_IS_LOW else 1
         row |= {f"macro_{name}": sign * macro, f"worst10_{name}": sign * tenth}
     return row
