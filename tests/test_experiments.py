@@ -19,12 +19,13 @@ def test_experiments_compose(name):
     """The experiment as it is, and every override of its rows and columns at least once."""
     node, seen, asked = cells.load_table(name), set(), [[]]
     rows = [entry for entry in node["rows"].values() if "runs" not in entry]
-    columns = list(node.get("columns", {}).values()) or [[]]
+    columns = list(node.get("columns", {})) or [""]
     for i in range(max(len(rows), len(columns))):
         row, column = rows[i % len(rows)], columns[i % len(columns)]
         if "columns" in row:  # those that it has
-            column = node["columns"][row["columns"][i % len(row["columns"])]]
-        overrides = [*row["overrides"], *column]
+            column = row["columns"][i % len(row["columns"])]
+        own, values = cells.split_column(node, column)
+        overrides = [*row["overrides"], *own, *(text.partition(",")[0] for text in values)]
         if not seen.issuperset(overrides):
             asked.append(overrides)
             seen.update(overrides)

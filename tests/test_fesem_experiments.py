@@ -99,10 +99,10 @@ def test_rows_that_share_runs_show_their_own_measure(tmp_path):
     assert report.format_cell(SHARED, found["A-F1", "SEM"]) == "25.0 (70.6)"
     assert report.format_cell(SHARED, found["A-index", "SEM"]) == "0.125"
     assert (
-        report.format_finished_cell(SHARED, "A", folder)
+        report.format_finished_cell(SHARED, "A", [folder])
         == "final_accuracy 50.0, weighted_macro_f1 25.0, ari 0.125, megabytes 4.5"
     )
-    assert report.format_finished_cell(SHARED, "B", folder) == "50.0"
+    assert report.format_finished_cell(SHARED, "B", [folder]) == "50.0"
     report.write(SHARED, records, tmp_path, "command")
     text = (tmp_path / "table.md").read_text()
     assert "| A: micro-F1 | - | 25.0 (70.6) |" in text and "| B |" not in text

@@ -31,9 +31,13 @@ from fedjax_cfl.runs.results import compute_measures
 CELL = """
 import json, os, sys, time
 from pathlib import Path
-asked = dict(text.split("=", 1) for text in sys.argv[1:])
+asked = dict(text.split("=", 1) for text in sys.argv[1:] if "=" in text)
 with open(os.environ["RAN"], "a") as log:
     log.write(" ".join(sys.argv[1:]) + "\\n")
+tuned = sys.argv[1] == "tune"
+if tuned:  # into the folder of one of its last runs
+    out, seeds = Path(sys.argv[3]), [int(seed) for seed in sys.argv[5].split(",")]
+    asked |= {"run_dir": str(out / "test" / "0"), "seed": "0"}
 if asked["dataset"] == os.environ.get("ABSENT"):
     place = "/cache or into a folder named in FEDJAX_CFL_DATA"
     print(f"fedjax-cfl: mnist: not found: mnist/t10k.gz; put it into {place}")
@@ -55,6 +59,10 @@ rows = [
 (folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 6}")
 (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
 (folder / "summary.json").write_text(json.dumps({"overrides": sys.argv[1:]}))
+if tuned:
+    (out / "test" / "index.csv").write_text("run\\n0\\n")
+    given = [text for text in sys.argv[6:] if not text.startswith("devices=")]
+    (out / "chosen.json").write_text(json.dumps({"given": given, "seeds": seeds}))
 """
 TABLE = """
 title: "A table"
@@ -72,6 +80,11 @@ rows:
     overrides: [dataset=b]
     published: {Avg: 81.0, Flex-eta0.1: 90.1}
 """
+
+
+TUNED = TABLE.replace("columns:", 'tune: ["local.lr=1,2"]\ncolumns:').replace(
+    "Avg: [algorithm=fedavg]", 'Avg: {overrides: [algorithm=fedavg], tune: ["algorithm.q=1,3"]}'
+)
 
 
 @pytest.fixture
@@ -163,6 +176,28 @@ def test_what_is_finished_is_not_run_again(verb, capsys):
     assert len(verb.started()) == 8 and all(
         record["seeds"] == "2" for record in table(verb.out).values()
     )
+
+
+def test_a_table_that_tunes_has_one_cell_for_all_seeds(verb):
+    verb.table.write_text(TUNED)
+    asked = "--rows", "first-a", "--seeds", "2"
+    assert verb(*asked) == 0
+    folder = verb.out / "first-a" / "Avg"
+    assert verb.started()[0] == (
+        f"tune --out {folder} --seeds 0,1 experiment=fake dataset=a algorithm=fedavg local.lr=1,2"
+        " algorithm.q=1,3"
+    )
+    assert len(verb.started()) == 2 and verb.started()[1].endswith("algorithm=flexcfl local.lr=1,2")
+    assert float(table(verb.out)["first-a", "Avg"]["mean"]) == pytest.approx(
+        100 * report.read_measures(folder / "test" / "0")["best_accuracy"]
+    )
+    assert verb(*asked) == 0 and len(verb.started()) == 2  # finished
+    with pytest.raises(InputError, match=r"other settings \(2 seeds\); choose another folder"):
+        verb("--rows", "first-a", "--seeds", "3")
+    with pytest.raises(InputError, match=r"a cell has its own local\.lr"):
+        verb("local.lr=3")
+    with pytest.raises(InputError, match="was run with other settings"):
+        verb(*asked, "algorithm.m=3")
 
 
 def test_several_at_a_time_give_the_same_table(verb, tmp_path):

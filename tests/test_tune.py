@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
+from fedjax_cfl.analysis import trials
 from fedjax_cfl.cli import main, tune
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.errors import InputError
@@ -71,36 +72,39 @@ def test_a_last_client_that_only_tests_is_refused():
 
 
 def trial(name, scores, units):
-    return tune.Trial({"local.lr": name}, scores, [units] * len(scores))
+    return trials.Trial({"local.lr": name}, scores, [units] * len(scores))
 
 
 def test_the_best_mean_is_chosen_and_of_near_ones_the_cheapest():
     low, high, near = trial("1", [0.5, 0.6], 1), trial("2", [0.8, 0.82], 9), trial("3", [0.8095], 5)
-    assert tune.choose([low, high]) is high
-    assert tune.choose([low, high, near]) is near  # within 0.2 points, and sends less
+    assert trials.choose([low, high]) is high
+    assert trials.choose([low, high, near]) is near  # within 0.2 points, and sends less
     broken = trial("4", [0.99, float("nan")], 1)
-    assert tune.choose([broken, low]) is low
+    assert trials.choose([broken, low]) is low
     with pytest.raises(InputError, match="no trial has a finite accuracy"):
-        tune.choose([broken])
+        trials.choose([broken])
 
 
 def test_a_run_is_scored_by_the_last_tenth_of_its_tests():
     rows = [{"macro_accuracy": value / 100} for value in range(30)] + [{"macro_accuracy": None}]
-    assert tune.score(rows) == pytest.approx(0.28)  # of 27, 28 and 29
-    assert tune.score(rows[:3]) == pytest.approx(0.02)
-    assert np.isnan(tune.score([]))
+    assert trials.score(rows) == pytest.approx(0.28)  # of 27, 28 and 29
+    assert trials.score(rows[:3]) == pytest.approx(0.02)
+    assert np.isnan(trials.score([]))
 
 
 def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
-    """Runs are replaced by rows: what is asked of them, and what is made of them."""
+    """Runs are replaced by rows: what is asked of them, and what is made of them. Those that are
+    trained together lie in a folder of their own within that of the sweep.
+    """
     asked = []
 
     def pretend(arguments):
         asked.append(arguments)
         given = dict(text.split("=", 1) for text in arguments[1:])
         part, folder = given["evaluate.part"], given["hydra.sweep.dir"]
-        folder = tmp_path / "out" / part
+        folder = tmp_path / "out" / part / "0"
         folder.mkdir(parents=True)
+        (folder.parent / "index.csv").write_text("run\n0\n")
         rates, seeds = given["local.lr"].split(","), given["seed"].split(",")
         runs = [(rate, seed) for rate in rates for seed in seeds]
         names = ["run", *(["local.lr"] if len(rates) > 1 else []), "seed"]
@@ -125,10 +129,31 @@ def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
     assert "evaluate.part=validation" in trials and "seed=1000,1001" in trials
     assert "evaluate.part=test" in last and "seed=0,1" in last and "local.lr=0.3" in last
     assert "evaluate.validation=0.2" in trials and "evaluate.validation=0.2" in last
+    assert "vectorize=[seed,local.lr]" in trials and "vectorize=[seed]" in last
     assert found["chosen"] == {"local.lr": "0.3"}
     assert found["validation_accuracy"] == pytest.approx(0.3 + 0.10005)
     assert found["test_accuracies"] == pytest.approx([0.3, 0.3001])
     assert json.loads((tmp_path / "out" / "chosen.json").read_text())["trials"] == 2
+
+
+@pytest.mark.parametrize(
+    "chosen, seeds, together",
+    [
+        (
+            ["local.lr=1,2", "algorithm=ifca,fedprox", "algorithm.mu=0,1"],
+            2,
+            "seed,local.lr,algorithm.mu",
+        ),
+        (["local.lr=1", "local.epochs=1,2"], 2, "seed"),
+        (["local.lr=1,2"], 1, "local.lr"),
+        (["local.lr=1"], 1, None),
+        (["local.lr=1,2", "resident=host"], 2, None),
+        (["local.lr=1,2", "vectorize=[local.lr]"], 2, None),
+    ],
+)
+def test_what_can_be_is_trained_as_one_program(chosen, seeds, together):
+    expected = [f"vectorize=[{together}]"] if together else []
+    assert tune.train_together(chosen, tuple(range(seeds))) == expected
 
 
 @pytest.mark.parametrize("given", ["seed=1", "evaluate.part=test", "hydra.sweep.dir=x"])
@@ -147,7 +172,7 @@ def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
     assert "no test sample is read" in out and "over 2 seeds" in out
     first = json.loads((tmp_path / "t" / "chosen.json").read_text())
     assert first["chosen"] == {"local.lr": "0.1"} and len(first["test_accuracies"]) == 2
-    before = (tmp_path / "t" / "test" / "0" / "summary.json").stat().st_mtime_ns
+    before = (tmp_path / "t" / "test" / "0" / "1" / "summary.json").stat().st_mtime_ns
     assert fedjax_cfl(command)[0] == 0
     assert json.loads((tmp_path / "t" / "chosen.json").read_text()) == first
-    assert (tmp_path / "t" / "test" / "0" / "summary.json").stat().st_mtime_ns == before
+    assert (tmp_path / "t" / "test" / "0" / "1" / "summary.json").stat().st_mtime_ns == before

@@ -28,12 +28,12 @@ from fedjax_cfl.cli.build import (
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.outputs import print_error
-from fedjax_cfl.cli.sweep import INDEX_FILE, grid_axes, run_folders, write_index
+from fedjax_cfl.cli.sweep import grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.results import INDEX_FILE, atomic_write
 from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.session import make_console, train_in_dir
@@ -127,7 +127,8 @@ def make_member(
     choices = dict(HydraConfig.get().runtime.choices)
     settings = build_settings(resolved, choices, local.execution.width, data_digest)
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
-    return Member(settings, overrides, run_dir, trackers, extras, plot.plot_curves)
+    member = Member(settings, overrides, run_dir, trackers, extras)
+    return member._replace(draw=plot.plot_curves) if resolved["curves"] else member
 
 
 def list_overrides() -> list[str]:

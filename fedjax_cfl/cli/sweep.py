@@ -12,11 +12,8 @@ from typing import Any, NamedTuple
 from fedjax_cfl.cli.names import SETTINGS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.grid import grid_points
-from fedjax_cfl.runs.results import write_text
+from fedjax_cfl.runs.results import INDEX_FILE, write_text
 from fedjax_cfl.validation import check_value, one_of
-
-INDEX_FILE = "index.csv"  # what varies between the runs
-
 
 # sweeps
 

@@ -7,41 +7,30 @@ the samples set apart, in the last runs neither, so that clients keep their size
 """
 
 import argparse
-import csv
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.analysis.compare_inputs import read_run
 from fedjax_cfl.analysis.compare_outputs import print_table
-from fedjax_cfl.cli.sweep import INDEX_FILE
+from fedjax_cfl.analysis.trials import (
+    CHOSEN_FILE,
+    LAST_RUNS,
+    TRIALS,
+    Trial,
+    choose,
+    describe,
+    read_trials,
+)
+from fedjax_cfl.cli.names import SETTINGS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
+from fedjax_cfl.runs.labels import parse_overrides
 from fedjax_cfl.runs.results import write_columns, write_json
-from fedjax_cfl.scores import ACCURACY, Score, score_of
+from fedjax_cfl.scores import ACCURACY
 
-# of two scores so near the one with less traffic is taken: an accuracy, or a share of an RMSE
-TIE = 0.002
-LAST = 0.1  # of a run's tests, whose mean is its score
 TRIAL_SEEDS, SEEDS = (1000, 1001), (0, 1, 2)
 OWN = ("evaluate.validation", "evaluate.part", "seed", "seeds", "run_dir", "hydra.sweep.dir")
-
-
-class Trial(NamedTuple):
-    """One combination of the values tried, over its seeds."""
-
-    settings: dict[str, str]
-    scores: list[float]  # of each seed, accuracy or RMSE
-    units: list[float]  # models sent
-    kind: Score = ACCURACY
-
-    @property
-    def mean(self) -> float:
-        """The mean score; the worst of all where a run was not finite."""
-        found = float(np.mean(self.scores))
-        worst = -np.inf if self.kind.higher else np.inf
-        return found if np.isfinite(found) else worst
 
 
 def tune(
@@ -56,7 +45,8 @@ def tune(
 
     Args: `overrides` as for a sweep, KEY=V1,V2; `out` is a folder; `share` of each client's
     training samples is set apart; `trial_seeds` are those of the trials, `seeds` those of the last
-    runs. Raises InputError for settings that are this function's own, and where no trial is finite.
+    runs. What can be is trained as one program. Raises InputError for settings that are this
+    function's own, and where no trial is finite.
     """
     from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
 
@@ -68,15 +58,17 @@ def tune(
     def run(part: str, chosen: list[str], seeds: tuple[int, ...]) -> list[Trial]:
         folder = out / part
         own = [f"evaluate.validation={share}", f"evaluate.part={part}", f"hydra.sweep.dir={folder}"]
-        run_arguments(["-m", *chosen, *own, f"seed={','.join(map(str, seeds))}"])
+        own += [f"seed={','.join(map(str, seeds))}", *train_together(chosen, seeds)]
+        run_arguments(["-m", *chosen, *own])
         return read_trials(folder)
 
-    trials = run("validation", overrides, trial_seeds)
+    trials = run(TRIALS, [*overrides, "evaluate.finetune=0", "curves=false"], trial_seeds)
     best = choose(trials)
     fixed = [text for text, name in zip(overrides, names, strict=True) if name not in best.settings]
     fixed += [f"{name}={value}" for name, value in best.settings.items()]
-    (final,) = run("test", fixed, seeds)
+    (final,) = run(LAST_RUNS, fixed, seeds)
     chosen = {
+        "given": overrides,
         "chosen": best.settings,
         f"validation_{best.kind.name}": best.mean,
         "trials": len(trials),
@@ -88,56 +80,22 @@ def tune(
         "overrides": fixed,
     }
     write_columns(out / "trials.csv", [describe(trial) for trial in trials])
-    write_json(out / "chosen.json", chosen)
+    write_json(out / CHOSEN_FILE, chosen)
     show(trials, best, final)
     print(f"wrote trials.csv and chosen.json in {out}")
     return chosen
 
 
-def read_trials(folder: Path) -> list[Trial]:
-    """Returns the runs of a sweep, those together that differ in nothing but the seed."""
-    with (folder / INDEX_FILE).open(newline="") as text:
-        index = list(csv.DictReader(text))
-    found: dict[tuple, Trial] = {}
-    for row in index:
-        settings = {name: value for name, value in row.items() if name not in ("run", "seed")}
-        run = read_run(folder / row["run"], None)
-        empty = Trial(settings, [], [], score_of(run["rows"]))
-        trial = found.setdefault(tuple(settings.items()), empty)
-        trial.scores.append(score(run["rows"]))
-        trial.units.append(run["units"] or 0.0)
-    return list(found.values())
-
-
-def score(rows: list[dict[str, Any]]) -> float:
-    """Returns the mean score over clients, each counted once, of the last tenth of the tests;
-    NaN where there is none.
+def train_together(chosen: list[str], seeds: tuple[int, ...]) -> list[str]:
+    """Returns the override that trains as one program the seeds, and the values of each setting
+    that can be an input of it; [] where there is nothing to be trained together, or `chosen` has
+    what a grid refuses.
     """
-    name = f"macro_{score_of(rows).name}"
-    tests = [row[name] for row in rows if row.get(name) is not None]
-    return float(np.mean(tests[-max(1, round(LAST * len(tests))) :])) if tests else float("nan")
-
-
-def choose(trials: list[Trial]) -> Trial:
-    """Returns the best trial: of those within `TIE` of the best mean the one that sends least,
-    then the first. Raises InputError where none is finite, and for trials of several tasks.
-    """
-    kind = trials[0].kind
-    if any(trial.kind is not kind for trial in trials):
-        raise InputError("task: trials are compared by one score; give one value")
-    top = kind.pick_best(trial.mean for trial in trials)
-    if not np.isfinite(top):
-        raise InputError(f"tune: no trial has a finite {kind.words}; try a smaller local.lr")
-    least = top - TIE if kind.higher else top * (1 + TIE)
-    near = [trial for trial in trials if not kind.is_better(least, trial.mean)]
-    return min(near, key=lambda trial: np.mean(trial.units))
-
-
-def describe(trial: Trial) -> dict[str, Any]:
-    """Returns a trial as a row of trials.csv."""
-    spread = float(np.std(trial.scores, ddof=1)) if len(trial.scores) > 1 else None
-    own = {f"validation_{trial.kind.name}": trial.mean, "sd": spread, "seeds": len(trial.scores)}
-    return trial.settings | own | {"units": float(np.mean(trial.units))}
+    given = parse_overrides(chosen)
+    several = [name for name in SETTINGS if "," in given.get(name, "")]
+    together = ["seed"] * (len(seeds) > 1) + several
+    alone = {"vectorize", "coordinator"} & given.keys() or given.get("resident") == "host"
+    return [] if alone or not together else [f"vectorize=[{','.join(together)}]"]
 
 
 def show(trials: list[Trial], best: Trial, final: Trial) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import yaml
 
+from fedjax_cfl.analysis import trials
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.results import read_summary
@@ -20,16 +21,22 @@ RESERVED_SETTINGS = {"run_dir", "seeds", "vectorize"}
 
 
 class Cell(NamedTuple):
-    """One run of a table."""
+    """One run of a table; of a table that tunes, all trials and last runs of one method and data
+    set.
+    """
 
     row: str
     column: str  # "" where the table's columns are measures of one run
-    seed: int
+    seed: int  # of a table that tunes the first
     folder: Path
     overrides: list[str]
+    # of a table that tunes: the values tried, each as KEY=V1,V2, and the seeds of the last runs
+    grid: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return ", ".join([self.row, *([self.column] if self.column else []), f"seed {self.seed}"])
+        words = f"{len(self.seeds)} seeds, tuned" if self.seeds else f"seed {self.seed}"
+        return ", ".join([self.row, *([self.column] if self.column else []), words])
 
 
 def load_table(name: str) -> dict:
@@ -84,33 +91,39 @@ def make_cells(
     """Yields the cells of the given rows, columns and seeds; seeds are outermost, so that a
     whole table comes first.
 
-    Rows that share their runs have one cell together, that of the row which owns them.
+    Rows that share their runs have one cell together, that of the row which owns them. A table
+    that tunes has one cell for all seeds.
 
     Args: `name` is the experiment of conf/experiment that the runs share; `table` is that of
     `load_table`; `out` is the folder of all cells; `rows` and `columns` are names in the table,
     columns of None: all; `extra` are further overrides of every cell.
     """
     owners = list(dict.fromkeys(source_row(table, row) for row in rows))
-    for seed in seeds:
+    seeds = list(seeds)
+    for seed in seeds[:1] if "tune" in table else seeds:
         for row in owners:
-            own = table["rows"][row]["overrides"]
-            if "columns" in table:
-                options = {
-                    c: table["columns"][c]
-                    for c in row_columns(table, row)
-                    if columns is None or c in columns
-                }
-            else:
-                options = {"": []}
-            for column, overrides in options.items():
-                folder = out / row / column / f"seed{seed}"
-                yield Cell(
-                    row,
-                    column,
-                    seed,
-                    folder,
-                    [f"experiment={name}", *own, *overrides, f"seed={seed}", *extra],
-                )
+            entry = table["rows"][row]
+            for column in row_columns(table, row) if "columns" in table else [""]:
+                if columns is not None and column and column not in columns:
+                    continue
+                own, values = split_column(table, column)
+                overrides = [f"experiment={name}", *entry["overrides"], *own]
+                folder = out / row / column
+                if "tune" in table:
+                    named = {text.partition("=")[0] for text in values}
+                    shared = entry.get("tune", table["tune"])
+                    grid = [text for text in shared if text.partition("=")[0] not in named]
+                    grid = (*grid, *values)
+                    yield Cell(row, column, seed, folder, [*overrides, *extra], grid, tuple(seeds))
+                else:
+                    overrides += [f"seed={seed}", *extra]
+                    yield Cell(row, column, seed, folder / f"seed{seed}", overrides)
+
+
+def split_column(table: dict, column: str) -> tuple[list[str], list[str]]:
+    """Returns the overrides of a column, and the values that are tried of settings of its own."""
+    entry = table["columns"][column] if column else []
+    return (entry["overrides"], entry["tune"]) if isinstance(entry, dict) else (entry, [])
 
 
 def check_cells(
@@ -129,7 +142,7 @@ def check_cells(
         if {("row", cell.row), ("column", cell.column)} <= seen:
             continue
         seen |= {("row", cell.row), ("column", cell.column)}
-        own = {override.partition("=")[0] for override in cell.overrides[: -len(extra)]}
+        own = {text.partition("=")[0] for text in [*cell.overrides[: -len(extra)], *cell.grid]}
         for override in extra:
             name = override.partition("=")[0].lstrip("+~")
             if name in own | RESERVED_SETTINGS:
@@ -138,7 +151,7 @@ def check_cells(
                     " --out"
                 )
         try:
-            resolve_settings(cell.overrides)
+            resolve_settings([*cell.overrides, *(text.partition(",")[0] for text in cell.grid)])
         except InputError as error:
             raise InputError(f"{cell}: {error}") from None
 
@@ -158,21 +171,37 @@ def requested_rounds(overrides: list[str]) -> str | None:
     )
 
 
+def read_started(cell: Cell) -> list[str] | None:
+    """Returns the overrides with which a finished cell ran, None if it has not finished."""
+    if not cell.grid:
+        summary = read_summary(cell.folder)
+        return None if summary is None else summary.get("overrides") or []
+    chosen = trials.read_chosen(cell.folder)
+    return None if chosen is None else chosen["given"]
+
+
 def has_run(cell: Cell) -> bool:
     """Returns whether the cell has finished with its number of rounds. Raises InputError if
     its folder has a run with other settings.
     """
-    summary = read_summary(cell.folder)
-    if summary is None:
+    ran = read_started(cell)
+    if ran is None:
         return False
-    ran = summary.get("overrides") or []
-    if filter_overrides(ran) != filter_overrides(cell.overrides):
-        differ = sorted(filter_overrides(ran) ^ filter_overrides(cell.overrides))
+    asked = [*cell.overrides, *cell.grid]
+    differ = sorted(filter_overrides(ran) ^ filter_overrides(asked))
+    if cell.seeds and (seeds := trials.read_chosen(cell.folder)["seeds"]) != list(cell.seeds):
+        differ.append(f"{len(seeds)} seeds")
+    if differ:
         raise InputError(
             f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another"
             " folder with --out"
         )
-    return requested_rounds(ran) == requested_rounds(cell.overrides)
+    return requested_rounds(ran) == requested_rounds(asked)
+
+
+def list_runs(cell: Cell) -> list[Path]:
+    """Returns the directories of the runs that a finished cell shows, seeds in order."""
+    return trials.list_last_runs(cell.folder) if cell.grid else [cell.folder]
 
 
 def find_finished(
@@ -187,10 +216,12 @@ def find_finished(
     places = {cell.folder.parent for cell in make_cells(name, table, out, rows, None, [0], extra)}
     names = {path.name[4:] for place in places for path in place.glob("seed*") if path.is_dir()}
     seeds = sorted(int(name) for name in names if name.isdecimal())
+    if "tune" in table:
+        seeds = [0]  # one cell for all
     for cell in make_cells(name, table, out, rows, None, seeds, extra):
-        summary = read_summary(cell.folder)
-        if summary is not None and filter_overrides(
-            summary.get("overrides") or []
-        ) == filter_overrides(cell.overrides):
-            found.setdefault((cell.row, cell.column), []).append(cell.folder)
+        ran = read_started(cell)
+        if ran is not None and filter_overrides(ran) == filter_overrides(
+            [*cell.overrides, *cell.grid]
+        ):
+            found.setdefault((cell.row, cell.column), []).extend(list_runs(cell))
     return found

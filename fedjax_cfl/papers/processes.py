@@ -16,7 +16,7 @@ from typing import IO
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers.cells import Cell
-from fedjax_cfl.runs.results import METRICS_FILE
+from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
 
 PROGRAM = Path(__file__).resolve().with_name("cell_process.py")
 # -P: a module in the current folder must not stand in for an installed one
@@ -53,6 +53,10 @@ def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
     several = not alone and not any(text.startswith("devices=") for text in cell.overrides)
     devices = ["devices=1"] * several
     arguments = [*cell.overrides, *devices, f"run_dir={cell.folder}"]
+    if cell.grid:
+        seeds = ",".join(map(str, cell.seeds))
+        arguments = ["tune", "--out", str(cell.folder), "--seeds", seeds]
+        arguments += [*cell.overrides, *cell.grid, *devices]
     with open_log(cell) as log:
         now = datetime.datetime.now().isoformat(" ", "seconds")
         log.write(f"{ATTEMPT}{now} fedjax-cfl {shlex.join(arguments)}\n")
@@ -141,10 +145,15 @@ def read_error(cell: Cell) -> str:
     return errors[-1].removeprefix("fedjax-cfl: ") if errors else f"see {log_path(cell)}"
 
 
-def read_last_round(cell: Cell) -> int:
-    """Returns the last round that a cell has evaluated so far, 0 if none."""
+def describe_progress(cell: Cell) -> str:
+    """Returns the last round that a cell has evaluated so far, 0 if none; where it tunes, how many
+    runs have finished.
+    """
+    if cell.grid:
+        return f"{sum(1 for _ in cell.folder.rglob(SUMMARY_FILE))} runs"
     try:
         written = (cell.folder / METRICS_FILE).read_bytes()
     except FileNotFoundError:
         written = b""
-    return int([b"0", *re.findall(rb'^{"round": (\d+)', written, re.MULTILINE)][-1])
+    rounds = [b"0", *re.findall(rb'^{"round": (\d+)', written, re.MULTILINE)]
+    return f"round {int(rounds[-1])}"

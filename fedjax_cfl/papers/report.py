@@ -25,6 +25,7 @@ from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 FIELDS += ("evaluations", "shared_best", "shared_evaluations")
+MOST_ACROSS = 20  # cells of a line of table.md; a table with more columns is turned
 
 
 def cell_measure(table: dict, row: str, column: str) -> str:
@@ -157,11 +158,11 @@ def format_cell(table: dict, record: dict) -> str:
     return f"{format_number(record['mean'], measure)}{spread}{some}{printed}"
 
 
-def format_finished_cell(table: dict, row: str, folder: Path) -> str:
-    """Formats the measures of a finished cell for a line on the terminal, with those of other
-    rows that show the same run.
+def format_finished_cell(table: dict, row: str, folders: Sequence[Path]) -> str:
+    """Formats the measures of a finished cell, means over its runs, for a line on the terminal,
+    with those of other rows that show the same runs.
     """
-    values = read_measures(folder)
+    runs = [read_measures(folder) for folder in folders]
     shown = table.get("measures")
     if not shown:
         sharing = [
@@ -174,12 +175,8 @@ def format_finished_cell(table: dict, row: str, folder: Path) -> str:
     for label, measure in shown.items():
         if measure in RELATIVE:  # to a run that may not have finished
             continue
-        value = values[measure]
-        text = (
-            "none"
-            if value is None
-            else format_number(value * measure_scale(table, measure), measure)
-        )
+        values = _values(table, measure, (run[measure] for run in runs))
+        text = format_number(statistics.fmean(values), measure) if values else "none"
         texts.append(f"{label} {text}".strip())
     return ", ".join(texts)
 
@@ -198,13 +195,16 @@ def recorded_rows(table: dict, records: list[dict]) -> list[str]:
 
 
 def headings(table: dict, records: list[dict]) -> list[str]:
-    """Returns the columns that the rows which ran have, in the table's order."""
+    """Returns the columns in which the rows that ran have anything to show, in the table's
+    order.
+    """
     rows = recorded_rows(table, records)
-    return [
-        name
-        for name in table.get("measures") or table["columns"]
-        if any(name in row_columns(table, row) for row in rows)
-    ]
+    shown = {
+        record["column"]
+        for record in records
+        if record["row"] in rows and (record["runs"] or record["published"] is not None)
+    }
+    return [name for name in table.get("measures") or table["columns"] if name in shown]
 
 
 def rounds_note(table: dict, records: list[dict]) -> list[str]:
@@ -254,15 +254,12 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     """Writes table.csv and table.md: obtained, spread over seeds, published in
     brackets, and the command and machine behind them.
     """
-    text = {(record["row"], record["column"]): format_cell(table, record) for record in records}
-    columns = headings(table, records)
     lines = [f"# {table['title']}", ""]
     lines += ["Obtained mean ± sd over seeds (published). `-`: not run.", ""]
-    lines += ["| | " + " | ".join(map(escape_markdown, columns)) + " |"]
-    lines += ["|---" * (len(columns) + 1) + "|"]
-    for row in recorded_rows(table, records):
-        shown = [row_title(table, row), *(text.get((row, column), "") for column in columns)]
-        lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
+    grid = make_grid(table, records)
+    first, *others = list(zip(*grid, strict=True)) if len(grid[0]) > MOST_ACROSS else grid
+    for line in (first, ["---"] * len(first), *others):
+        lines.append("| " + " | ".join(map(escape_markdown, line)) + " |")
     if notes := best_note(table, records):
         lines += ["", "A best over more tests is higher by chance alone:", "", *notes]
     if notes := rounds_note(table, records):
@@ -280,17 +277,24 @@ def row_title(table: dict, row: str) -> str:
     return table["rows"][row].get("title", row)
 
 
+def make_grid(table: dict, records: list[dict]) -> list[Sequence[str]]:
+    """Returns what is printed, a line per row that ran, the headings first."""
+    columns = headings(table, records)
+    text = {(record["row"], record["column"]): format_cell(table, record) for record in records}
+    rows = [
+        [row_title(table, row), *(text.get((row, column), "") for column in columns)]
+        for row in recorded_rows(table, records)
+    ]
+    return [["", *columns], *rows]
+
+
 def build_table(table: dict, records: list[dict], console: Console) -> list[Table]:
     """Builds the table for the terminal, the shorter of rows and columns across, cut
     into several where the terminal is too narrow.
     """
-    rows, columns = recorded_rows(table, records), headings(table, records)
-    text = {(record["row"], record["column"]): format_cell(table, record) for record in records}
-    grid: list[Sequence[str]] = [["", *columns]]
-    for row in rows:
-        grid.append([row_title(table, row), *(text.get((row, c), "") for c in columns)])
+    grid = make_grid(table, records)
     # one list of cells a column, headings first
-    names, *rest = list(zip(*grid, strict=True)) if len(rows) > len(columns) else grid
+    names, *rest = list(zip(*grid, strict=True)) if len(grid) > len(grid[0]) else grid
     title = f"{table['title']}; obtained (published)"
     unbounded = console.options.update(width=10_000)  # a measure is never wider than its console
     size = len(rest)

@@ -33,9 +33,9 @@ from rich.progress import (
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import cells, figures, report
+from fedjax_cfl.papers import benchmark, cells, figures, report
 from fedjax_cfl.papers.cells import Cell
-from fedjax_cfl.papers.processes import interrupt_on_sigterm, read_last_round, run_in_parallel
+from fedjax_cfl.papers.processes import describe_progress, interrupt_on_sigterm, run_in_parallel
 from fedjax_cfl.papers.report import collect_records
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
@@ -44,6 +44,7 @@ MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and
 DRAW_FUNCTIONS = {
     "curves": figures.draw_panels,
     "communication": figures.draw_communication,
+    "benchmark": benchmark.write,
 }
 # the programs of the figures of single papers, by kind of figure, and where a checkout has them
 PROGRAM_NAMES = {
@@ -108,9 +109,7 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]
                 bar.update(
                     task,
                     completed=ended,
-                    description="\n".join(
-                        f"{cell}: round {read_last_round(cell)}" for cell in active
-                    ),
+                    description="\n".join(f"{cell}: {describe_progress(cell)}" for cell in active),
                 )
 
         yield show
@@ -261,7 +260,7 @@ def main(
 
     def ended(cell: Cell) -> str:
         write()
-        return report.format_finished_cell(table, cell.row, cell.folder)
+        return report.format_finished_cell(table, cell.row, cells.list_runs(cell))
 
     try:
         with interrupt_on_sigterm():

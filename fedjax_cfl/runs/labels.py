@@ -13,6 +13,7 @@ EXECUTION_SETTINGS = (
     "resume",
     "checkpoint",
     "offline",
+    "curves",
     "logger",
     "local.width",
     "local.executor",

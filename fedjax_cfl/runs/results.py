@@ -29,6 +29,7 @@ from fedjax_cfl.scores import ACCURACY, ERRORS, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
+INDEX_FILE = "index.csv"  # of a sweep: what varies between its runs
 NEW_CLIENTS_FILE, SIMILARITY_FILE = "new_clients.parquet", "similarity.parquet"
 # what is read of them; other columns hold numbers
 PEOPLE = {"client": NAME, "group": GROUP, "concept": GROUP}
@@ -252,17 +253,20 @@ def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> byt
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """Reads summary.json, or returns None where the run has not finished."""
     path = Path(run_dir) / SUMMARY_FILE
-    if not path.is_file():
-        return None
+    return read_json(path) if path.is_file() else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object. Raises InputError for a file that holds none."""
     try:
-        summary = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes())
     except ValueError as error:
         raise InputError(f"{path}: not valid JSON ({error})") from None
     except RecursionError:
         raise InputError(f"{path}: nested too deeply, expected what a run writes") from None
-    if not isinstance(summary, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(summary).__name__}")
-    return summary
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
 
 
 def read_clients(

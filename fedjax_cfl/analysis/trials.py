@@ -1,0 +1,107 @@
+"""The trials of `fedjax-cfl tune`, and what it has chosen, read from the folder that it wrote."""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_cfl.analysis.compare_inputs import read_run
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.results import INDEX_FILE, read_json
+from fedjax_cfl.scores import ACCURACY, Score, score_of
+
+CHOSEN_FILE, TRIALS, LAST_RUNS = "chosen.json", "validation", "test"
+# of two scores so near the one with less traffic is taken: an accuracy, or a share of an RMSE
+TIE = 0.002
+LAST = 0.1  # of a run's tests, whose mean is its score
+
+
+class Trial(NamedTuple):
+    """One combination of the values tried, over its seeds."""
+
+    settings: dict[str, str]
+    scores: list[float]  # of each seed, accuracy or RMSE
+    units: list[float]  # models sent
+    kind: Score = ACCURACY
+
+    @property
+    def mean(self) -> float:
+        """The mean score; the worst of all where a run was not finite."""
+        found = float(np.mean(self.scores))
+        worst = -np.inf if self.kind.higher else np.inf
+        return found if np.isfinite(found) else worst
+
+
+def read_chosen(folder: Path) -> dict[str, Any] | None:
+    """Returns what `tune` has written about its choice, None where it has not finished."""
+    path = folder / CHOSEN_FILE
+    if not path.is_file():
+        return None
+    chosen = read_json(path)
+    if not isinstance(chosen.get("given"), list) or not isinstance(chosen.get("seeds"), list):
+        raise InputError(f"{path}: has no given or seeds, expected what tune writes")
+    return chosen
+
+
+def list_last_runs(folder: Path) -> list[Path]:
+    """Returns the directories of the last runs of a finished `tune`, seeds in order."""
+    return [run_dir for run_dir, _ in list_runs(folder / LAST_RUNS)]
+
+
+def list_runs(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Yields the run directories of a sweep, also of sweeps of grids, each with the settings
+    that vary.
+    """
+    with (folder / INDEX_FILE).open(newline="") as text:
+        index = list(csv.DictReader(text))
+    for row in index:
+        path = folder / row.pop("run")
+        inner = list_runs(path) if (path / INDEX_FILE).is_file() else [(path, {})]
+        for run_dir, settings in inner:
+            yield run_dir, row | settings
+
+
+def read_trials(folder: Path) -> list[Trial]:
+    """Returns the runs of a sweep, those together that differ in nothing but the seed."""
+    found: dict[tuple, Trial] = {}
+    for run_dir, settings in list_runs(folder):
+        settings.pop("seed", None)
+        run = read_run(run_dir, None)
+        empty = Trial(settings, [], [], score_of(run["rows"]))
+        trial = found.setdefault(tuple(settings.items()), empty)
+        trial.scores.append(score(run["rows"]))
+        trial.units.append(run["units"] or 0.0)
+    return list(found.values())
+
+
+def score(rows: list[dict[str, Any]]) -> float:
+    """Returns the mean score over clients, each counted once, of the last tenth of the tests;
+    NaN where there is none.
+    """
+    name = f"macro_{score_of(rows).name}"
+    tests = [row[name] for row in rows if row.get(name) is not None]
+    return float(np.mean(tests[-max(1, round(LAST * len(tests))) :])) if tests else float("nan")
+
+
+def choose(trials: list[Trial]) -> Trial:
+    """Returns the best trial: of those within `TIE` of the best mean the one that sends least,
+    then the first. Raises InputError where none is finite, and for trials of several tasks.
+    """
+    kind = trials[0].kind
+    if any(trial.kind is not kind for trial in trials):
+        raise InputError("task: trials are compared by one score; give one value")
+    top = kind.pick_best(trial.mean for trial in trials)
+    if not np.isfinite(top):
+        raise InputError(f"tune: no trial has a finite {kind.words}; try a smaller local.lr")
+    least = top - TIE if kind.higher else top * (1 + TIE)
+    near = [trial for trial in trials if not kind.is_better(least, trial.mean)]
+    return min(near, key=lambda trial: np.mean(trial.units))
+
+
+def describe(trial: Trial) -> dict[str, Any]:
+    """Returns a trial as a row of trials.csv."""
+    spread = float(np.std(trial.scores, ddof=1)) if len(trial.scores) > 1 else None
+    own = {f"validation_{trial.kind.name}": trial.mean, "sd": spread, "seeds": len(trial.scores)}
+    return trial.settings | own | {"units": float(np.mean(trial.units))}

@@ -1,0 +1,264 @@
+"""What a table of methods by settings says as a whole: cells.csv with all that was measured,
+ranks.csv, ranks.md and figure.png.
+
+A setting is a row of the table that has runs of its own, its score the measure of that row.
+"""
+
+import csv
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from fedjax_cfl.analysis import ranks, trials
+from fedjax_cfl.analysis.plot import new_figure, save_figure, style_axes
+from fedjax_cfl.formatting import escape_markdown, escape_plot
+from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
+from fedjax_cfl.runs.results import read_summary, write_columns, write_text
+
+# of cells.csv: its columns, and where a run has them
+MEASURED = {
+    "worst10": "worst10_accuracy",
+    "finetuned": "finetuned_accuracy",
+    "new_clients": "new_clients_accuracy",
+    "ari": "ari",
+    "megabytes": "megabytes",
+    "local_steps": "local_steps",
+    "train_s": "train_s",
+    "sim_time_s": "sim_time_s",
+    "client_state_bytes": "client_state_bytes",
+}
+LINE = 0.24  # inches a method takes in a picture
+
+
+class Standing(NamedTuple):
+    """The methods that ran in all settings, and their scores."""
+
+    settings: list[str]
+    methods: list[str]
+    scores: list[np.ndarray]  # of each setting [seeds, methods]
+    partial: list[str]  # methods that miss a setting, which are not ranked
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean scores over seeds [settings, methods]."""
+        return np.stack([each.mean(0) for each in self.scores])
+
+
+def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+    """Writes cells.csv, ranks.csv, ranks.md and the figure `path`, all in its folder, from the
+    runs of each (row, column), seeds in order.
+    """
+    cells = [describe_cell(table, *place, runs) for place, runs in found.items()]
+    write_columns(path.with_name("cells.csv"), [cell | {"scores": None} for cell in cells])
+    standing = stand(cells)
+    if len(standing.methods) < 2:
+        return
+    ranked = ranks.rank_methods(standing.scores)
+    base = table.get("baseline")
+    rows = list_ranks(standing, ranked, base)
+    write_columns(path.with_name("ranks.csv"), rows)
+    write_text(path.with_name("ranks.md"), format_ranks(table, standing, rows, base))
+    draw(table, standing, ranked, cells, path)
+
+
+def describe_cell(table: dict, row: str, column: str, folders: Sequence[Path]) -> dict[str, Any]:
+    """Returns a line of cells.csv; `scores` are those of its seeds."""
+    measure = cell_measure(table, row, column)
+    runs = [read_run(folder) for folder in folders]
+    scores = [float("nan") if run[measure] is None else run[measure] for run in runs]
+    cell: dict[str, Any] = {"setting": row, "method": column, "seeds": len(runs)}
+    cell |= {"measure": measure, "score": statistics.fmean(scores)}
+    cell["sd"] = statistics.stdev(scores) if len(scores) > 1 else None
+    for name, field in MEASURED.items():
+        values = [run[field] for run in runs if run.get(field) is not None]
+        cell[name] = statistics.fmean(values) if values else None
+    return cell | describe_choice(folders[0]) | {"scores": scores}
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Returns the measures of a run, and what its summary has beside them."""
+    summary = read_summary(folder) or {}
+    kept = (summary.get("planned_memory_bytes") or {}).get("client_memory")
+    clients = summary.get("clients") or 1
+    own = {"client_state_bytes": None if kept is None else kept / clients}
+    return summary | own | read_measures(folder)
+
+
+def describe_choice(run_dir: Path) -> dict[str, Any]:
+    """Returns what was chosen for a run, of how many trials, and by how much the best of them was
+    above the median; {} where nothing was.
+    """
+    for folder in run_dir.parents:
+        if (chosen := trials.read_chosen(folder)) is None:
+            continue
+        with (folder / "trials.csv").open(newline="") as text:
+            lines = list(csv.DictReader(text))
+        tried = [float(line["validation_accuracy"]) for line in lines]
+        settings = " ".join(f"{name}={value}" for name, value in chosen["chosen"].items())
+        spread = max(tried) - statistics.median(tried)
+        return {"chosen": settings, "trials": len(tried), "best_minus_median": spread}
+    return {}
+
+
+def stand(cells: Sequence[dict[str, Any]]) -> Standing:
+    """Returns the scores of the methods that ran in all settings, over the seeds that all of them
+    have, the first ones.
+    """
+    placed = {(cell["setting"], cell["method"]): cell["scores"] for cell in cells}
+    settings = list(dict.fromkeys(cell["setting"] for cell in cells))
+    methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
+    scores = []
+    for setting in settings if kept else ():
+        seeds = min(len(placed[setting, method]) for method in kept)
+        scores.append(np.array([placed[setting, method][:seeds] for method in kept]).T)
+    return Standing(settings, kept, scores, [m for m in methods if m not in kept])
+
+
+def list_ranks(
+    standing: Standing, ranked: ranks.Ranks, baseline: str | None
+) -> list[dict[str, Any]]:
+    """Returns the lines of ranks.csv, the best first."""
+    means, methods = standing.means, standing.methods
+    chances = gaps = np.full(len(methods), np.nan)
+    if baseline in methods:
+        place = methods.index(baseline)
+        chances = ranks.compare_with(means, place)
+        gaps = (means - means[:, [place]]).mean(0)
+    lines = [
+        {
+            "method": method,
+            "mean_rank": ranked.mean[j],
+            "low": ranked.low[j],
+            "high": ranked.high[j],
+            "share_first": ranked.first[j],
+            "mean_score": means[:, j].mean(),
+            "minus_baseline": gaps[j],
+            "p_wilcoxon_holm": chances[j],
+        }
+        for j, method in enumerate(methods)
+    ]
+    lines.sort(key=lambda line: line["mean_rank"])
+    return [{name: _plain(value) for name, value in line.items()} for line in lines]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    return None if np.isnan(value) else float(value)
+
+
+def format_ranks(
+    table: dict, standing: Standing, rows: list[dict[str, Any]], baseline: str | None
+) -> str:
+    """Returns ranks.md."""
+    count, settings = len(standing.methods), len(standing.settings)
+    lines = [f"# {table['title']}: mean ranks", ""]
+    lines.append(
+        f"Over {settings} settings ({', '.join(standing.settings)}), of {count} methods; brackets:"
+        f" {ranks.INTERVAL:.0%} of a bootstrap over settings and seeds. First: in so many of its"
+        f" resamples. Against {baseline}: mean difference in points, and Wilcoxon's chance after"
+        " Holm's correction."
+    )
+    chance = ranks.friedman(standing.means)
+    if chance is not None:
+        lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
+    lines.append(
+        f"Mean ranks less than {ranks.critical_difference(count, settings):.2f} apart are not told"
+        f" apart at {ranks.LEVEL:.0%} (Nemenyi)."
+    )
+    if standing.partial:
+        lines.append(f"Not ranked, without runs in some setting: {', '.join(standing.partial)}.")
+    lines += [
+        "",
+        f"| method | mean rank | first | against {baseline} | p |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        gap, p = row["minus_baseline"], row["p_wilcoxon_holm"]
+        shown = [
+            row["method"],
+            f"{row['mean_rank']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
+            f"{row['share_first']:.0%}",
+            "-" if gap is None else f"{100 * gap:+.1f}",
+            "-" if p is None else f"{p:.2g}",
+        ]
+        lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(
+    table: dict,
+    standing: Standing,
+    ranked: ranks.Ranks,
+    cells: Sequence[dict[str, Any]],
+    path: Path,
+) -> None:
+    """Draws mean ranks, scores by method and setting, and scores against megabytes."""
+    order = np.argsort(ranked.mean)
+    count, settings = len(standing.methods), standing.settings
+    fronts = -(-len(settings) // 2)
+    width = 5.5 + 0.75 * len(settings) + 4.2 * min(2, len(settings))
+    height = max(1.8 + LINE * count, 3.4 * fronts)
+    figure = new_figure(width, height, table["title"])
+    left, right = figure.subfigures(1, 2, width_ratios=[5.5 + 0.75 * len(settings), width - 5.5])
+    shown, grid = left.subplots(1, 2, width_ratios=[3.2, 0.75 * len(settings) + 0.5])
+    draw_ranks(shown, standing, ranked, order)
+    draw_grid(grid, table, standing, order)
+    panels = right.subplots(fronts, min(2, len(settings)), squeeze=False).flat
+    for axes, setting in zip(panels, settings, strict=False):
+        draw_front(axes, row_title(table, setting), [c for c in cells if c["setting"] == setting])
+    for axes in list(panels)[len(settings) :]:
+        axes.set_visible(False)
+    save_figure(figure, path)
+
+
+def draw_ranks(axes: Axes, standing: Standing, ranked: ranks.Ranks, order: np.ndarray) -> None:
+    """Draws mean ranks with their intervals, the best at the top, and the critical difference."""
+    places = np.arange(len(order))
+    spans = np.abs(np.stack([ranked.low, ranked.high]) - ranked.mean)[:, order]
+    axes.errorbar(ranked.mean[order], places, xerr=spans, fmt="o", markersize=4, color="#0072B2")
+    apart = ranks.critical_difference(len(order), len(standing.settings))
+    best = ranked.mean.min()
+    axes.axvspan(best, min(best + apart, len(order)), color="0.92", zorder=0)
+    style_axes(axes, "mean rank", f"grey: not told from the best ({apart:.1f})", "")
+    axes.set_yticks(places, [escape_plot(standing.methods[j]) for j in order], fontsize=9)
+    axes.set_ylim(len(order) - 0.5, -0.5)
+    axes.set_xlim(left=0.5)
+
+
+def draw_grid(axes: Axes, table: dict, standing: Standing, order: np.ndarray) -> None:
+    """Draws scores in percent, coloured by how far they are below the best of their setting."""
+    means = standing.means[:, order]
+    axes.imshow((means.max(1, keepdims=True) - means).T, aspect="auto", cmap="Blues", vmax=0.6)
+    for (setting, method), mean in np.ndenumerate(means):
+        dark = means[setting].max() - mean > 0.35
+        color = "white" if dark else "black"
+        axes.text(
+            setting, method, f"{100 * mean:.1f}", ha="center", va="center", color=color, fontsize=8
+        )
+    names = [escape_plot(row_title(table, name)) for name in standing.settings]
+    style_axes(axes, "score (%)", "", "")
+    axes.grid(False)
+    axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=9)
+    axes.set_yticks([])
+
+
+def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
+    """Draws scores against megabytes sent, and names the methods that no other beats in both."""
+    sent = np.array([cell["megabytes"] for cell in cells], float)
+    scores = np.array([cell["score"] for cell in cells], float)
+    axes.plot(sent, scores, "o", markersize=3, color="0.7")
+    best = -np.inf
+    for j in sorted(range(len(cells)), key=lambda j: (sent[j], -scores[j])):
+        if scores[j] > best:
+            best = scores[j]
+            axes.plot(sent[j], scores[j], "o", markersize=4, color="#D55E00")
+            axes.annotate(escape_plot(cells[j]["method"]), (sent[j], scores[j]), fontsize=7)
+    style_axes(axes, title, "megabytes, both ways", "score")
+    axes.set_xscale("symlog", linthresh=1)  # of none and of many
+    axes.margins(0.12)

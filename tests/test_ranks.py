@@ -1,0 +1,149 @@
+"""Ranks of methods over settings: against loops and SciPy, and cflbench's files on hand numbers."""
+
+import csv
+import itertools
+import json
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fedjax_cfl.analysis import ranks
+from fedjax_cfl.papers import benchmark
+from fedjax_cfl.papers.cells import load_table, make_cells
+
+
+def draw_scores(seed=0, settings=5, seeds=3, methods=4):
+    rng = np.random.RandomState(seed)
+    strength = np.linspace(0, 0.3, methods)
+    return [strength + 0.1 * rng.rand(seeds, methods) for _ in range(settings)]
+
+
+def test_equal_scores_share_the_mean_of_their_ranks():
+    means = np.array([[0.9, 0.5, 0.9, 0.1]])
+    np.testing.assert_array_equal(ranks.rank_settings(means), [[1.5, 3, 1.5, 4]])
+
+
+def test_one_setting_with_one_seed_has_its_own_ranks():
+    found = ranks.rank_methods([np.array([[0.2, 0.8, 0.5]])])
+    for each in (found.mean, found.low, found.high):
+        np.testing.assert_array_equal(each, [3, 1, 2])
+    np.testing.assert_array_equal(found.first, [0, 1, 0])
+
+
+def test_settings_are_drawn_and_seeds_within_them():
+    """Against every resample of two settings with two seeds each, all as likely."""
+    scores = [np.array([[0.1, 0.2], [0.9, 0.4]]), np.array([[0.3, 0.6], [0.8, 0.4]])]
+    firsts = []
+    for drawn in itertools.product((0, 1), repeat=2):
+        for picked in itertools.product(itertools.product((0, 1), repeat=2), repeat=2):
+            means = [scores[n][list(own)].mean(0) for n, own in zip(drawn, picked, strict=True)]
+            firsts.append(np.mean([stats.rankdata(-mean) for mean in means], axis=0)[0])
+    found = ranks.rank_methods(scores)
+    low, high = np.quantile(firsts, [0.05, 0.95], method="inverted_cdf")
+    assert found.low[0] == low and found.high[0] == high
+    assert found.first[0] == pytest.approx(np.mean(np.array(firsts) <= 1.5), abs=0.02)
+    assert found.mean[0] == 1.0
+
+
+def test_tests_are_those_of_scipy():
+    means = np.stack([each.mean(0) for each in draw_scores(settings=7)])
+    assert ranks.friedman(means) == stats.friedmanchisquare(*means.T).pvalue
+    assert ranks.friedman(means[:1]) is None and ranks.friedman(means[:, :2]) is None
+    found = ranks.compare_with(means, 1)
+    raw = [stats.wilcoxon(means[:, j], means[:, 1], method="exact").pvalue for j in (0, 2, 3)]
+    np.testing.assert_allclose(found[[0, 2, 3]], stats_holm(raw))
+    assert np.isnan(found[1])
+
+
+def stats_holm(chances):
+    """Holm's correction by its definition: the largest of all steps up to its own."""
+    order = sorted(range(len(chances)), key=lambda j: chances[j])
+    steps = [min(1, (len(chances) - place) * chances[j]) for place, j in enumerate(order)]
+    return [max(steps[: order.index(j) + 1]) for j in range(len(chances))]
+
+
+@pytest.mark.parametrize("methods, q", [(3, 2.343), (5, 2.728), (10, 3.164), (16, 3.426)])
+def test_the_critical_difference_is_demsars(methods, q):
+    expected = q * np.sqrt(methods * (methods + 1) / (6 * 12))
+    assert ranks.critical_difference(methods, 12) == pytest.approx(expected, rel=1e-3)
+    assert ranks.critical_difference(2, 12) == pytest.approx(0.57, abs=0.005)
+
+
+TABLE = {
+    "title": "A table",
+    "measure": "tail_macro_accuracy",
+    "scale": 100,
+    "baseline": "Avg",
+    "columns": {"Avg": [], "Best": [], "Half": []},
+    "rows": {"one": {"overrides": []}, "two": {"overrides": [], "title": "the second"}},
+}
+
+
+def write_runs(folder, scores, chosen):
+    """Writes what `tune` leaves behind; returns its last runs."""
+    runs = []
+    for seed, score in enumerate(scores):
+        run = folder / "test" / "0" / str(seed)
+        run.mkdir(parents=True)
+        row = {"round": 3, "accuracy": 0.0, "macro_accuracy": score, "worst10_accuracy": score / 2}
+        row |= {"bytes_down": 2e6 * (seed + 1), "bytes_up": 0, "local_steps": 7}
+        (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        summary = {"clients": 10, "planned_memory_bytes": {"client_memory": 120}}
+        (run / "summary.json").write_text(json.dumps(summary))
+        runs.append(run)
+    (folder / "chosen.json").write_text(
+        json.dumps({"given": [], "seeds": [0, 1], "chosen": {"local.lr": chosen}})
+    )
+    (folder / "trials.csv").write_text("local.lr,validation_accuracy\n1,0.5\n2,0.9\n3,0.7\n")
+    return runs
+
+
+def read(path):
+    with path.open(newline="") as text:
+        return list(csv.DictReader(text))
+
+
+def test_the_files_of_a_benchmark(tmp_path):
+    scores = {
+        ("one", "Avg"): [0.5, 0.7], ("one", "Best"): [0.9, 0.9], ("one", "Half"): [0.1, 0.1],
+        ("two", "Avg"): [0.2, 0.4], ("two", "Best"): [0.6, 0.5],
+    }  # fmt: skip
+    found = {
+        place: write_runs(tmp_path / "_".join(place), values, "2")
+        for place, values in scores.items()
+    }
+    benchmark.write(TABLE, found, tmp_path / "figure.png")
+    first = read(tmp_path / "cells.csv")[0]
+    assert (first["setting"], first["method"], first["seeds"]) == ("one", "Avg", "2")
+    assert float(first["score"]) == pytest.approx(0.6) and float(first["worst10"]) == 0.3
+    assert float(first["sd"]) == pytest.approx(np.std([0.5, 0.7], ddof=1))
+    assert float(first["megabytes"]) == 3.0 and float(first["local_steps"]) == 7
+    assert float(first["client_state_bytes"]) == 12
+    assert first["chosen"] == "local.lr=2" and first["trials"] == "3"
+    assert float(first["best_minus_median"]) == pytest.approx(0.2)
+    best, worst = read(tmp_path / "ranks.csv")  # Half did not run in both
+    assert (best["method"], best["mean_rank"], best["share_first"]) == ("Best", "1.0", "1.0")
+    assert float(best["minus_baseline"]) == pytest.approx((0.3 + 0.25) / 2)
+    assert worst["method"] == "Avg" and worst["p_wilcoxon_holm"] == ""
+    text = (tmp_path / "ranks.md").read_text()
+    assert "Not ranked, without runs in some setting: Half." in text
+    assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 |" in text
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_one_method_is_not_ranked(tmp_path):
+    runs = write_runs(tmp_path / "cell", [0.5], "1")
+    benchmark.write(TABLE, {("one", "Avg"): runs}, tmp_path / "figure.png")
+    assert len(read(tmp_path / "cells.csv")) == 1 and not (tmp_path / "ranks.md").exists()
+
+
+def test_all_methods_have_the_same_budget(tmp_path):
+    """Nine trials: three step sizes by three values of a setting of the method's own, or nine."""
+    table = load_table("cflbench")
+    cells = make_cells("cflbench", table, tmp_path, list(table["rows"]), None, [0, 1], [])
+    for cell in cells:
+        values = [text.partition("=")[2].split(",") for text in cell.grid]
+        assert np.prod([len(each) for each in values]) == 9 and cell.seeds == (0, 1)
+    for row in table["rows"].values():
+        assert set(row.get("columns", [])) <= set(table["columns"])
