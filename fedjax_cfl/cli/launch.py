@@ -173,7 +173,7 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, fits: b
             record(member)
         write_index(run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
-    if not status:
+    if not status and config["curves"]:
         # every run has been written: what compares them can be asked for again
         attempt(
             "the runs are not compared",
