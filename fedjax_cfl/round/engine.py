@@ -208,8 +208,8 @@ def migrate(now: Round, state: State) -> tuple[State, RoundLog]:
 
 
 def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
-    """Draws the cohort that trains, and gives its clients slots, longest first. `log` is
-    what the round has done so far; each step returns it with what it adds.
+    """Draws the cohort that trains, and gives its clients slots, longest first. `log` is what the
+    round has done so far; each step returns it with what it adds.
     """
     parts, keys, data = now
     ids, poll = parts.system.choose(keys, state, data)
@@ -287,8 +287,8 @@ def regroup(
 def update_groups(
     now: Round, state: State, cohort: Cohort, work: Work, upload: Upload, before: State | None
 ) -> tuple[State, jax.Array]:
-    """Aggregates, takes the server's step, and calls `finish`. Returns also the
-    mass [m] behind each group's step.
+    """Aggregates, takes the server's step, and calls `finish`. Returns also the mass [m] behind
+    each group's step.
 
     Args: as those of `regroup`, which has returned `work` and `upload`; `before` is the state in
     which the cohort was trained.
