@@ -47,15 +47,9 @@ def make_algorithm(cell: Cell, data: Any, mesh: Any, width: int | None, table: n
     """
     model = MODELS[cell.model]
     task = cfl.as_task(model.module, model.shape, model.classes, l2=0.0)
-    settings = {
-        "width": "auto",
-        "executor": "auto",
-        "batch_size": cell.batch,
-        "epochs": cell.epochs,
-        "first_layer": "auto",
-    }
-    width = width or choose_width(settings, task, data, mesh, cell.cohort)
-    local = cfl.Local(cell.lr, cell.epochs, cell.batch, execution=cfl.make_execution(mesh, width))
+    local = cfl.Local(cell.lr, cell.epochs, cell.batch, execution=cfl.make_execution(mesh))
+    width = width or choose_width(local, task, data, cell.cohort)
+    local = local.replace(execution=cfl.make_execution(mesh, width))
     chosen = cfl.select.from_table(table)
     if cell.method == "flexcfl":
         return task, local, cfl.algorithms.flexcfl(task, local, chosen, m=5)
@@ -76,7 +70,7 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     task, local, algorithm = make_algorithm(cell, data, mesh, width, table)
     plan, feed = Plan(1000, block), DeviceFeed(data, 1000, block)
     functions = make_functions(
-        lambda values: (algorithm, no_drift()), task, mesh, plan, block, streamed=False
+        lambda values: (algorithm, no_drift()), task, mesh, plan, block, on_host=False
     )
     key = replicate(jax.random.key(0), mesh)
     programs, shapes = {}, None

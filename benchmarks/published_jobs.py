@@ -162,9 +162,9 @@ def deal(job: Job) -> tuple[cfl.FederatedData, str]:
 def make_algorithm(job: Job, data: Any, mesh: Any) -> tuple:
     """Returns (task, lanes, algorithm) of a job."""
     task = cfl.as_task(SmallCNN(10), (32, 32, 3), 10, l2=0.0)
-    chosen = {"width": "auto", "executor": "auto", "batch_size": job.batch, "epochs": job.epochs}
-    lanes = choose_width(chosen | {"first_layer": "auto"}, task, data, mesh, job.cohort)
-    local = cfl.Local(LR, job.epochs, job.batch, execution=cfl.make_execution(mesh, lanes))
+    local = cfl.Local(LR, job.epochs, job.batch, execution=cfl.make_execution(mesh))
+    lanes = choose_width(local, task, data, job.cohort)
+    local = local.replace(execution=cfl.make_execution(mesh, lanes))
     select = cfl.select.uniform(job.cohort)
     if job.method == "fedavg":
         return task, lanes, cfl.algorithms.fedavg(task, local, select, aggregate=uniform_mean)

@@ -175,7 +175,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
         values, make = build.find_inputs(config, Setup(algorithm, task, real, drift, mesh), local)
-        functions = make_functions(make, task, mesh, plan, feed.length, feed.streamed)
+        functions = make_functions(make, task, mesh, plan, feed.length, feed.on_host)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size

@@ -141,7 +141,7 @@ def _run_in_dir(
     own = make_settings(setup, plan, key, given)
     member = Member(own, list_given(given), run_dir, {}, draw=plot_curves, verbose=verbose)
     with contextlib.suppress(FinishedRun):
-        status = train_in_dir(member, setup, None, lambda: write_settings(member))
+        status = train_in_dir(member, setup, None, write_settings)
         if status:
             raise KeyboardInterrupt if status == 130 else SystemExit(status)
     return load_run(run_dir, find_module(setup.task))

@@ -78,10 +78,10 @@ def squared_norms(tree: Params) -> jax.Array:
     """Returns the squared norms [L, S] of the L leaves [S, ...] of a model or an update;
     running statistics are left out.
     """
-    return leaf_norms(drop_statistics(tree))
+    return squared_leaf_norms(drop_statistics(tree))
 
 
-def leaf_norms(tree: Params) -> jax.Array:
+def squared_leaf_norms(tree: Params) -> jax.Array:
     """Returns the squared norms [L, S] of all L leaves [S, ...] of a tree.
 
     A product is several times faster than a reduction.

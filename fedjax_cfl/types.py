@@ -1,11 +1,12 @@
 """Data types and axis letters: read this file first.
 
-Axis letters, used in every shape comment of the package: K clients, S cohort slots
-(clients of one round, padded), m groups (static maximum), P parameters, N samples, B
-batch, C classes (of a regression 1, its output). A pytree with a leading axis is written like an
+Axis letters of shape comments: K clients, S cohort slots (clients of one round, padded), m groups
+(static maximum), P parameters, N samples, B batch, C classes (of a regression 1, its output). What
+another letter stands for is said where it is used. A pytree with a leading axis is written like an
 array: `groups [m, ...]` is a parameter pytree whose every leaf has a leading axis m.
 
-Functions travel in NamedTuples, arrays in frozen dataclasses that change by `.replace`.
+What a compiled round carries or edits is a frozen dataclass that changes by `.replace`; the rest,
+as functions that travel together, are NamedTuples.
 """
 
 from collections.abc import Callable
@@ -216,9 +217,7 @@ class Traffic(struct.PyTreeNode):
 
 
 class Report(struct.PyTreeNode):
-    """What happened outside of a round's training: at the start, before selection, or while
-    groups were assigned.
-    """
+    """What was sent and inferred, and what went wrong, in one step of a round or at the start."""
 
     # of the whole step, or of each client [K] or slot [S]. What a slot sends up goes with its
     # update: it is not counted if that does not arrive

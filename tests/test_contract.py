@@ -258,7 +258,7 @@ DRIFT = stream.gradual(window=stream.Window(intervals=6, period=1, retained=2))
 
 def begin_and_go_on(algorithm, key, data):
     """Returns (state, data state) before and after a round on a stream."""
-    begun = make_init(algorithm, DRIFT, streamed=False)(key, data)
+    begun = make_init(algorithm, DRIFT, on_host=False)(key, data)
     return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
 
 

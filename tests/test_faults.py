@@ -302,7 +302,7 @@ def test_what_is_sent_beside_a_model_is_lost_with_it():
     left, counts = faults.inject_faults(
         Faults(dropout=1.0), KEY, cohort_of(3, 5, 7, 11), upload, none
     )
-    assert (int(counts.dropped), int(counts.nonfinite)) == (4, 0)
+    assert (int(counts.dropped.sum()), int(counts.nonfinite.sum())) == (4, 0)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((left.extra, left.loss, left.weight)))
     attacked, _ = faults.inject_faults(
         Faults(byzantine=1.0, scale=3.0), KEY, cohort_of(3), upload_of([[1, 2, 3]]), ~none

@@ -41,9 +41,9 @@ from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.models import BatchNorm
 from fedjax_cfl.personal import ditto, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.client_rows import find_members, renew_rows
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, Start
-from fedjax_cfl.round.personal import find_members, follow_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 
@@ -200,7 +200,7 @@ def test_a_variate_is_about_the_model_of_its_group(toy, linear, local):
     was, now = was.at[:5].set([0, 0, 0, -1, 1]), now.at[:5].set([0, 1, 2, 1, -1])
     rows = jax.tree.map(jnp.ones_like, state.own.rows)
     own = state.own.replace(rows=rows, group=was, trained=was >= 0)
-    after = follow_groups(one, state.replace(groups=groups, assignment=now, own=own)).own
+    after = renew_rows(one, state.replace(groups=groups, assignment=now, own=own)).own
     kept = [True, False, True, False, False, *[True] * (CLIENTS - 5)]
     np.testing.assert_array_equal(matrix(after.rows), np.repeat(kept, 24).reshape(-1, 24))
     np.testing.assert_array_equal(after.group, now)

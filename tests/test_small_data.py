@@ -11,7 +11,13 @@ from conftest import call, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import launch
-from fedjax_cfl.cli.build import build, deal_samples, describe_unused, fit_cohort, resolve_settings
+from fedjax_cfl.cli.build import (
+    build,
+    deal_samples,
+    describe_unused,
+    resolve_settings,
+    shrink_cohort,
+)
 from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
@@ -46,7 +52,7 @@ def test_all_of_a_few_clients_take_part(own, capsys):
     assert "clients_per_round=5: all clients of the data, fewer than the 20" in said
     one_line("clients_per_round=10: must be at most 5", build, ask("clients_per_round=10"))
     config = ask("algorithm=fedavg")
-    fit_cohort(config, 20)
+    shrink_cohort(config, 20)
     assert config["clients_per_round"] == 20 and not capsys.readouterr().out
 
 

@@ -275,7 +275,7 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
         return ()
 
     algorithm = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))._replace(init=init)
-    make_init(algorithm, made, streamed=False)(KEY, toy)
+    make_init(algorithm, made, on_host=False)(KEY, toy)
     (size, visible), everything = seen[0], toy.train.size
     assert (size <= everything).all() and 0 < size.sum() < everything.sum() // 2
     assert visible < toy.y.size // 2

@@ -10,19 +10,9 @@ from conftest import with_execution
 from fedjax_cfl import sharding
 from fedjax_cfl.client import execution
 from fedjax_cfl.client.execution import LANES
+from fedjax_cfl.client.local import count_steps
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import memory, width
-
-CHOSEN = {
-    "width": "auto",
-    "executor": "auto",
-    "batch_size": 5,
-    "epochs": 2,
-    "steps": None,
-    "momentum": 0.0,
-    "first_layer": "auto",
-}
-
 
 STEP = width.StepSeconds(34e-6, 1e-6)
 
@@ -35,13 +25,18 @@ def accelerator(monkeypatch):
     return lambda has: monkeypatch.setattr(memory, "available_bytes", lambda mesh: has)
 
 
+def choose(local, task, data, cohort, width_asked=None, **options):
+    """Returns the width of a run on `local`'s devices, by default `local.width=auto`."""
+    trained = with_execution(local, width=width_asked, **options)
+    return width.choose_width(trained, task, data, cohort, width_asked)
+
+
 def test_a_cpu_core_trains_one_client_after_another(mlp, toy, local):
-    mesh = local.execution.mesh
-    assert width.choose_width(CHOSEN, mlp, toy, mesh, 7) == 1
-    assert width.choose_width(CHOSEN | {"width": 3}, mlp, toy, mesh, 7) == 3
-    assert width.choose_width(CHOSEN | {"executor": "lanes"}, mlp, toy, mesh, 7) > 1
+    assert choose(local, mlp, toy, 7) == 1
+    assert choose(local, mlp, toy, 7, 3) == 3
+    assert choose(local, mlp, toy, 7, executor="lanes") > 1
     for executor in ("sequential", "debug"):
-        assert width.choose_width(CHOSEN | {"executor": executor}, mlp, toy, mesh, 7) == 1
+        assert choose(local, mlp, toy, 7, executor=executor) == 1
     assert with_execution(local).execution.executor == "sequential"
     assert with_execution(local, executor="lanes").execution.width == LANES
 
@@ -78,47 +73,57 @@ def test_the_queue_is_played():
     assert width.count_lane_steps((5, 3, 2, 2), 9) == 5
 
 
-def test_steps_of_clients():
+def test_steps_of_clients(local):
     samples = np.array([0, 1, 5, 6, 40])
-    np.testing.assert_array_equal(width.count_client_steps(CHOSEN, samples), [0, 2, 2, 4, 16])
-    steps = width.count_client_steps(CHOSEN | {"steps": 7}, samples)
-    np.testing.assert_array_equal(steps, [0, 7, 7, 7, 7])
+    np.testing.assert_array_equal(count_steps(local, samples), [0, 2, 2, 4, 16])
+    np.testing.assert_array_equal(count_steps(local.replace(steps=7), samples), np.full(5, 7))
 
 
-def test_a_lane_holds_models_and_a_step(mlp, toy):
+def test_clients_without_samples_take_no_steps(mlp, toy, local, accelerator, monkeypatch):
+    """The width is that of the steps that are taken: `steps` of every client that has samples."""
+    found = []
+    monkeypatch.setattr(width, "best_width", lambda steps, *_: found.append(steps) or 3)
+    accelerator(None)
+    size = toy.train.size.at[0].set(0)
+    data = toy.replace(train=toy.train.replace(size=size))
+    assert choose(local.replace(steps=7), mlp, data, 14) == 3
+    np.testing.assert_array_equal(found, [np.where(size > 0, 7, 0)])
+
+
+def test_a_lane_holds_models_and_a_step(mlp, toy, local):
     model = memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
-    each = width.lane_bytes(CHOSEN, mlp, toy)
+    each = width.lane_bytes(local, mlp, toy)
     assert 3 * model <= each < 3 * model + 20 * model
-    assert width.lane_bytes(CHOSEN | {"momentum": 0.9}, mlp, toy) == each + model
-    dual = width.lane_bytes(CHOSEN | {"first_layer": "dual"}, mlp, toy)
+    assert width.lane_bytes(local.replace(momentum=0.9), mlp, toy) == each + model
+    dual = width.lane_bytes(with_execution(local, first_layer="dual"), mlp, toy)
     assert dual == each + 8 * 40**2  # the largest client has 40 samples
-    step = width.step_seconds(CHOSEN, mlp, toy)
+    step = width.step_seconds(local, mlp, toy)
     assert step.all == 5 * 7e-6  # two layers: five products
     assert step.lane >= 3 * model / 2.8e12
-    assert width.step_seconds(CHOSEN | {"batch_size": 40}, mlp, toy).lane >= step.lane
+    assert width.step_seconds(local.replace(batch_size=40), mlp, toy).lane >= step.lane
 
 
 def test_memory_bounds_the_lanes(mlp, toy, local, accelerator):
     """Half of what data and updates leave; everybody where the backend does not say."""
-    each, data = width.lane_bytes(CHOSEN, mlp, toy), memory.tree_bytes(toy)
+    each, data = width.lane_bytes(local, mlp, toy), memory.tree_bytes(toy)
     updates = 14 * memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
     accelerator(None)
-    best = width.choose_width(CHOSEN, mlp, toy, local.execution.mesh, 14)
+    best = choose(local, mlp, toy, 14)
     assert 3 < best <= 14
     for has, most in [(2 * 3 * each, 3), (2 * 3 * each - 1, 2), (0, 1), (2**50, best)]:
         accelerator(data + updates + has)
-        assert width.choose_width(CHOSEN, mlp, toy, local.execution.mesh, 14) == most
+        assert choose(local, mlp, toy, 14) == most
 
 
 def test_more_lanes_than_fit_are_refused(mlp, toy, local, accelerator):
-    each, data = width.lane_bytes(CHOSEN, mlp, toy), memory.tree_bytes(toy)
+    each, data = width.lane_bytes(local, mlp, toy), memory.tree_bytes(toy)
     updates = 14 * memory.tree_bytes(jax.eval_shape(mlp.init, jax.random.key(0)))
     accelerator(data + updates + 2 * 3 * each)
     with pytest.raises(
         InputError, match=r"^local\.width=9: .* hold the data and 3 clients"
     ) as said:
-        width.choose_width(CHOSEN | {"width": 9}, mlp, toy, local.execution.mesh, 14)
+        choose(local, mlp, toy, 14, 9)
     assert "use width=3 or auto" in str(said.value) and "\n" not in str(said.value)
     # a round of three has three lanes, whatever is asked for
     accelerator(None)
-    assert width.choose_width(CHOSEN | {"width": 9000}, mlp, toy, local.execution.mesh, 3) == 9000
+    assert choose(local, mlp, toy, 3, 9000) == 9000

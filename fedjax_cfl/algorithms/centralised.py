@@ -19,7 +19,7 @@ from fedjax_cfl.keys import put_first
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
-from fedjax_cfl.system.select import stateless
+from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.types import (
     Algorithm,
@@ -50,7 +50,7 @@ def centralised(task: Task, local: Local, system: SystemLike) -> Algorithm:
     system = as_system(system)
     refuse_clients(local, system)
     hooks = Hooks(sgd(task, local), prepare=train_as_long_as(system.select, local))
-    one_place = stateless(lambda key, round, size: jnp.zeros(1, jnp.int32))
+    one_place = drawn_ahead(lambda key, round, size: jnp.zeros(1, jnp.int32))
     algorithm = federated(task, local, system._replace(select=one_place), hooks)
 
     def init(key: Key, data: FederatedData) -> State:

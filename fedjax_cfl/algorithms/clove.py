@@ -29,9 +29,9 @@ from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.client_rows import take_own
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
-from fedjax_cfl.round.personal import take_own
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic

@@ -109,7 +109,7 @@ def record_losses(steps: int, training: Training, data: FederatedData) -> Loop:
     def step(s, carry):
         params, velocity, losses, each = carry
         (_, total), gradient = jax.value_and_grad(loss_of_step(s), has_aux=True)(params)
-        params, velocity = take_step(local, params, velocity, gradient)
+        params, velocity = take_step(training, params, velocity, gradient)
         _, real = plan.draw_samples(s, training.samples, local, training.table)
         mean = total / jnp.maximum(real.sum(), 1)
         return params, velocity, plan.add_loss(s, losses, total), each.at[s].set(mean)

@@ -58,7 +58,7 @@ class ShiftMemory(struct.PyTreeNode):
     shift_reference: ShiftReference
 
 
-class OnShift(NamedTuple):
+class ShiftOptions(NamedTuple):
     """What IFCA does where clients' data shift."""
 
     # finds the shifts after which clients with a group download all models and choose again before
@@ -67,7 +67,7 @@ class OnShift(NamedTuple):
     charge: ChargeFn = charge_detected  # which clients pay for these models
 
 
-STAY = OnShift()  # as published
+STAY = ShiftOptions()  # as published
 
 
 def independent_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -87,7 +87,7 @@ def ifca(
     aggregate: AggregateFn = uniform_mean,
     with_l2: bool = False,
     mu: NonNegativeFloat | jax.Array = 0.0,
-    shift: OnShift = STAY,
+    shift: ShiftOptions = STAY,
 ) -> Algorithm:
     """IFCA: each client trains the group model of lowest loss on its training data
     (Algorithm 1).
@@ -135,9 +135,9 @@ def ifca_mig(
 ) -> Algorithm:
     """IFCA-MIG of the FlexCFL paper: IFCA whose clients choose again where their data shift.
 
-    Args: `detector` and `charge` are those of `OnShift`; `options` are the others of `ifca`.
+    Args: `detector` and `charge` are those of `ShiftOptions`; `options` are the others of `ifca`.
     """
-    return ifca(task, local, system, shift=OnShift(detector, charge), **options)
+    return ifca(task, local, system, shift=ShiftOptions(detector, charge), **options)
 
 
 def ifca_restarts(

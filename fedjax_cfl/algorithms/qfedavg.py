@@ -12,9 +12,9 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import q_fair
+from fedjax_cfl.round.client_rows import take_own
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks, PrepareFn
-from fedjax_cfl.round.personal import take_own
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

@@ -21,11 +21,11 @@ class Classes(NamedTuple):
 
     kind: str  # in words
     names: list[str]  # of class 0, 1, ...
-    numbers: np.ndarray  # [E, S] int, -1 where a client's class is unknown
+    numbers: np.ndarray  # [E, R] int, -1 where a client's class is unknown
 
 
 def has_groups(groups: np.ndarray) -> bool:
-    """Returns whether groups [E, S] are any: more than one somewhere, and not a model for
+    """Returns whether groups [E, R] are any: more than one somewhere, and not a model for
     each client.
     """
     for row in groups:
@@ -36,7 +36,7 @@ def has_groups(groups: np.ndarray) -> bool:
 
 
 def match_groups(groups: np.ndarray) -> np.ndarray:
-    """Returns groups [E, S], renumbered so that a number means the same group throughout.
+    """Returns groups [E, R], renumbered so that a number means the same group throughout.
 
     The groups of an evaluation take the numbers of those of the one before with which they
     share most clients. The rest are new, and keep the method's number if no group has had it.
@@ -66,7 +66,7 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
 def count_pairs(
     one: np.ndarray, other: np.ndarray, ones: np.ndarray, others: np.ndarray
 ) -> np.ndarray:
-    """Returns how many clients [S] have each pair of the sorted labels, [ones, others]."""
+    """Returns how many clients [R] have each pair of the sorted labels, [ones, others]."""
     return np.asarray(crosstab(one, other, levels=(ones, others)).count)
 
 
@@ -126,6 +126,6 @@ class Flows(NamedTuple):
 
 
 def count_flows(before: np.ndarray, after: np.ndarray, classes: np.ndarray) -> Flows:
-    """Adds up the clients [S] by their groups before and after and their class."""
+    """Adds up the clients [R] by their groups before and after and their class."""
     found, clients = np.unique(np.stack([before, after, classes]), axis=1, return_counts=True)
     return Flows(found[0], found[1], found[2], clients)

@@ -22,7 +22,6 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
 from fedjax_cfl.client import Local, make_execution
-from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
@@ -34,7 +33,7 @@ from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
-from fedjax_cfl.simulation.program import Inputs, check_data, trace_on_numbers
+from fedjax_cfl.simulation.program import Inputs, check_data, check_regression
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import Faults, System
@@ -43,8 +42,6 @@ from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selectio
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
-# those of a `Plan`
-PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
 NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
@@ -67,9 +64,9 @@ def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, Local]:
     return config, setup.task, setup.data, local
 
 
-def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
+def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local]:
     """Returns what a resolved configuration describes, and how its clients train. Raises InputError
-    for data or sizes that do not fit. `fits`: see `fit_cohort`, not where a cohort was asked for.
+    for data or sizes that do not fit. `may_shrink`: see `shrink_cohort`.
     """
     check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
@@ -91,7 +88,8 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     by = config["dataset"]["standardize"]
     say(describe_scales(data, by))
     data, scaling = standardize(data, by)
-    if usual := fit_cohort(config, data.num_clients) if fits else None:
+    usual = shrink_cohort(config, data.num_clients) if may_shrink else None
+    if usual:
         say(
             f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
             " that it is by default"
@@ -103,9 +101,8 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
         data = bound_client_samples(data, drift)
     local = build_local(config, task, data, mesh)
     algorithm = build_algorithm(config, task, data, local)
-    prefetch.check_host_data(data, algorithm, drift)
     check_data(algorithm, task, drift, data)
-    trace_on_numbers(algorithm, drift, data)
+    check_regression(algorithm, drift, data)
     check_mixture(config, algorithm, data)
     if share:
         make = with_selection(config, task, data, local)
@@ -154,7 +151,7 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
         raise InputError(
             "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
         )
-    pool = instantiate_target("dataset.source", name_task(config))
+    pool = instantiate_target("dataset.source", choose_source(config))
     check_task(config, pool)
     holdings = instantiate_target("partition", config["partition"], pool)
     if share:
@@ -162,7 +159,7 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     return pool, holdings
 
 
-def name_task(config: dict[str, Any]) -> dict[str, Any]:
+def choose_source(config: dict[str, Any]) -> dict[str, Any]:
     """Returns how samples are read: of a regression, files of the user's own as numbers."""
     source = config["dataset"]["source"]
     if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
@@ -200,7 +197,7 @@ def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) ->
     )
 
 
-def fit_cohort(config: dict[str, Any], num_clients: int) -> int | None:
+def shrink_cohort(config: dict[str, Any], num_clients: int) -> int | None:
     """Lets all clients take part where they are fewer than the cohort that is the data set's
     default, which is returned then; another value of `clients_per_round` is left as it is.
     """
@@ -391,18 +388,18 @@ def build_settings(
     `Execution`; `data_digest` is that of its data, see `digest_data`.
     """
     return RunSettings(
-        config["seed"],
-        Plan(*(config[name] for name in PLAN_SETTINGS)),
-        config["clients_per_round"],
-        width,
-        Faults(**config["faults"]),
-        config["assignments"],
-        CheckpointSettings(**config["checkpoint"]),
-        config["resume"],
-        data_digest,
-        {part: config[part]["name"] for part in ("algorithm", "dataset")},
-        choices,
-        config,
+        seed=config["seed"],
+        plan=Plan(**{name: config[name] for name in Plan._fields}),
+        clients_per_round=config["clients_per_round"],
+        width=width,
+        faults=Faults(**config["faults"]),
+        assignments=config["assignments"],
+        checkpoint=CheckpointSettings(**config["checkpoint"]),
+        resume=config["resume"],
+        data_digest=data_digest,
+        names={part: config[part]["name"] for part in ("algorithm", "dataset")},
+        choices=choices,
+        everything=config,
     )
 
 
@@ -415,8 +412,9 @@ def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:
     """Returns how clients train."""
     local = config["local"]
-    lanes = width.choose_width(local, task, data, mesh, config["clients_per_round"])
-    return Local(
+    asked = None if local["width"] == "auto" else local["width"]
+    who = {"executor": local["executor"], "first_layer": local["first_layer"]}
+    found = Local(
         local["lr"],
         local["epochs"],
         # more than any client can have is a full batch, and memory is taken for B samples
@@ -426,8 +424,10 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
         personal=instantiate_target("personal", config["personal"]) if config["personal"] else None,
-        execution=make_execution(mesh, lanes, local["executor"], local["first_layer"]),
+        execution=make_execution(mesh, asked, **who),
     )
+    lanes = width.choose_width(found, task, data, config["clients_per_round"], asked)
+    return found.replace(execution=make_execution(mesh, lanes, **who))
 
 
 def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:

@@ -1,7 +1,6 @@
 """Builds, runs and records what one configuration describes: a run, or a grid of runs.
 
-The only file, with `overrides` and `conf`, that sees a configuration object; nothing below `cli`
-does.
+Nothing below `cli` sees a configuration object.
 """
 
 import contextlib
@@ -23,7 +22,7 @@ from fedjax_cfl.cli.build import (
     build_settings,
     build_trackers,
     find_inputs,
-    fit_cohort,
+    shrink_cohort,
 )
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
@@ -58,8 +57,12 @@ def run(config: DictConfig) -> None:
     try:
         use_compile_cache()
         axes = grid_axes(resolved)
-        fits = OmegaConf.is_interpolation(config, "clients_per_round")  # not one that was asked for
-        status = run_grid(config, axes, run_dir, fits) if axes else run_one(resolved, run_dir, fits)
+        # a cohort that was asked for is not made smaller
+        may_shrink = OmegaConf.is_interpolation(config, "clients_per_round")
+        if axes:
+            status = run_grid(config, axes, run_dir, may_shrink)
+        else:
+            status = run_one(resolved, run_dir, may_shrink)
         if status:
             folder = run_dir if alone else run_dir.parent
             make_console().print(
@@ -101,13 +104,13 @@ def remove_unused(folder: Path) -> None:
         parent.rmdir()
 
 
-def run_one(resolved: dict[str, Any], run_dir: Path, fits: bool) -> int:
+def run_one(resolved: dict[str, Any], run_dir: Path, may_shrink: bool) -> int:
     """Builds and runs one configuration in its directory; returns the exit status."""
-    setup, local = build(resolved, fits)
+    setup, local = build(resolved, may_shrink)
     inputs = find_inputs(resolved, setup, local)
     digest = digest_data(setup.data)
     member = make_member(resolved, list_overrides(), run_dir, setup, local, digest)
-    return train_in_dir(member, setup, inputs, lambda: record(member))
+    return train_in_dir(member, setup, inputs, write_settings)
 
 
 def make_member(
@@ -118,7 +121,7 @@ def make_member(
     local: Local,
     data_digest: str,
 ) -> Member:
-    """Returns what a session is told of one run.
+    """Returns one run of a session.
 
     Args: `resolved` are its settings, `overrides` those of the command line; `run_dir` is where it
     is written; `setup` is what it is made of, `local` how its clients train; `data_digest` is that
@@ -138,16 +141,16 @@ def list_overrides() -> list[str]:
     return [str(text) for text in asked]
 
 
-def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, fits: bool) -> int:
+def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status."""
     described = list_members(settings, axes, run_dir)
     built: dict[int, tuple[Setup, Local]] = {}  # of each seed
     for config, _, _ in described:
         if config["seed"] not in built:
-            built[config["seed"]] = build(config, fits)
+            built[config["seed"]] = build(config, may_shrink)
     setups = {seed: setup for seed, (setup, _) in built.items()}
-    for config, _, _ in described if fits else ():
-        fit_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
+    for config, _, _ in described if may_shrink else ():
+        shrink_cohort(config, setups[config["seed"]].data.num_clients)  # `build` did for one
     digests = {seed: digest_data(setup.data) for seed, setup in setups.items()}
     members = []
     for config, overrides, folder in described:
@@ -170,7 +173,7 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, fits: b
             common_step(run_folders(run_dir, axes)),
         )
         for member in members:
-            record(member)
+            write_settings(member)
         write_index(run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
     if not status and config["curves"]:
@@ -202,9 +205,9 @@ def list_members(
     return members
 
 
-def record(member: Member) -> None:
-    """Writes settings and overrides to .hydra/, as Hydra itself would, with every setting's
-    value instead of where it comes from.
+def write_settings(member: Member) -> None:
+    """Writes settings and overrides to .hydra/, as Hydra itself would, so that it can read them,
+    with every setting's value instead of where it comes from.
     """
     folder = member.run_dir / ".hydra"
     folder.mkdir(exist_ok=True)

@@ -22,7 +22,7 @@ from fedjax_cfl.validation import flatten_settings
 
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 # what the members of a grid may differ in, see `sweep`
-SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
+GRID_SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
 
 
 def check_names(
@@ -38,7 +38,7 @@ def check_names(
         for override in asked
     ]
     with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
-        compose_named([options[0] for options in choices])
+        compose_named([options[0] for options in choices])  # for its errors
     for other in (text for options in choices for text in options[1:]):
         check_options([parse_override(other)])
     return asked, choices
@@ -70,9 +70,8 @@ def list_values(override: Override, multirun: bool) -> list[str]:
     if not override.is_sweep_override():
         return [text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
-        together = (
-            f", or vectorize=[{override.key_or_group}]" if override.key_or_group in SETTINGS else ""
-        )
+        name = override.key_or_group
+        together = f", or vectorize=[{name}]" if name in GRID_SETTINGS else ""
         raise InputError(
             f"{override.input_line}: several values"
             f" {'are not allowed here' if multirun else 'need -m, a sweep' + together}"

@@ -93,9 +93,9 @@ def choose_lane_sizes(
     of two kinds run in two loops, one after the other. A lane's G has at most four times as many
     entries as the kernel, unless the smallest size has more.
 
-    Args: `local` is resolved; `capacity` is the most samples that one client holds; `features`
-    and `hidden` are F and H, the shape of the first layer's kernel; `steps(size)` is the most
-    steps that a client of so many samples takes.
+    Args: `local` says how clients train; `capacity` is the most samples that one client holds;
+    `features` and `hidden` are F and H, the shape of the first layer's kernel; `steps(size)` is
+    the most steps that a client of so many samples takes.
     """
     width, batch = local.execution.width, local.batch_size
     step = 5 * lanes.PRODUCT_SECONDS  # of a network with one hidden layer
@@ -120,9 +120,9 @@ def dual_sizes(
     """Returns the sizes, ascending, that training in sample space is compiled for; larger
     clients, of `capacity` samples at most, train directly.
 
-    Args: `objective` is what a client minimises; `local` is resolved; `capacity` is the most
-    samples that one client holds; `steps(size)` is the most steps that a client of that size
-    takes.
+    Args: `objective` is what a client minimises; `local` says how clients train; `capacity` is
+    the most samples that one client holds; `steps(size)` is the most steps that a client of that
+    size takes.
     """
     first_layer = local.execution.first_layer
     if first_layer == "direct" or not has_dual_form(task, objective):
@@ -292,7 +292,7 @@ def pull_weight(problem: DualProblem) -> float | jax.Array:
 
 def step_plainly(problem: DualProblem, position: Position, batch: Batch) -> Position:
     """Takes one step: V' = keep V - lr (decay W_0 + X_b^T g)."""
-    lr, decay = problem.training.local.lr, problem.decay
+    lr, decay = problem.training.lr, problem.decay
     rest, scale, rows, *_ = position
     rest = jax.tree.map(lambda p, d: p - lr * d, rest, batch.grad)
     if problem.mu is not None or decay > 0:
@@ -306,8 +306,8 @@ def step_with_momentum(problem: DualProblem, position: Position, batch: Batch) -
     """Takes one step with momentum: V' = V - lr u', where u' = momentum u + decay W_0 +
     (decay + mu) V + A, and A = X_b^T g.
     """
-    local, decay = problem.training.local, problem.decay
-    lr, beta, pull = local.lr, local.momentum, decay + pull_weight(problem)
+    training, decay = problem.training, problem.decay
+    lr, beta, pull = training.lr, training.local.momentum, decay + pull_weight(problem)
     rest, scale, rows, velocity, _ = position
     new = jax.tree.map(lambda u, d: beta * u + d, velocity.rest, batch.grad)
     scale_u = beta * velocity.scale + decay + pull * scale

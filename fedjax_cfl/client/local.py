@@ -46,7 +46,7 @@ class Local:
     schedule: Callable[[jax.Array], jax.Array] | None = None
     # what each client keeps and trains beside its group's model; None: nothing
     personal: Personal | None = None
-    execution: Execution = dataclasses.field(default_factory=make_execution)  # and where
+    execution: Execution = dataclasses.field(default_factory=make_execution)  # where, and by whom
 
     def __post_init__(self) -> None:
         """Checks the values."""
@@ -133,6 +133,7 @@ class StepPlan(NamedTuple):
 def count_steps(local: Local, size: Size) -> Size:
     """Returns the most steps that a client of `size` samples takes."""
     per_epoch = -(-size // local.batch_size)
+    # of an array of sizes as many
     return local.epochs * per_epoch if local.steps is None else 0 * per_epoch + local.steps
 
 
@@ -149,7 +150,8 @@ def plan_steps(
 class Training(NamedTuple):
     """What the training of one client needs."""
 
-    local: Local  # with this client's step size
+    local: Local
+    lr: jax.Array  # [] float32, this client's step size, `local.lr` times `Work.lr_scale`
     objective: Any  # see `objective`
     start: Params  # the model it received
     client_extra: Any  # what `prepare` computed for it

@@ -23,7 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task
 
-ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key) -> [B]
+ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key, owner) -> [B]
 PenaltyFn = Callable[..., ArrayLike]  # (params, start, client_extra) -> []
 
 
@@ -134,6 +134,7 @@ def project(direction: Params, params: Params, start: Params) -> jax.Array:
 
 def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     """Returns the cross-entropy [B] of logits [B, C] and labels y [B]."""
+    # by index, for values; SGD has the one-hot form of `models.task`, whose gradient is cheaper
     return (
         jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
     )

@@ -68,11 +68,22 @@ class LocalSGD:
         start = take_rows(models, work.group)
         count, first = client_range(client, data)
         plan = plan_steps(local, count, work.step_fraction, jax.random.bits(key, (2,)))
-        mine = local.replace(lr=lr * work.lr_scale)
         # written here, before the choice of a loop: else each of the loops would compile it
         table = plan.make_table(count, local, data.max_client_samples)
-        extra = work.client_extra, work.own
-        training = Training(mine, objective, start, *extra, client, count, first, key, plan, table)
+        training = Training(
+            local=local,
+            lr=lr * work.lr_scale,
+            objective=objective,
+            start=start,
+            client_extra=work.client_extra,
+            own=work.own,
+            client=client,
+            samples=count,
+            first=first,
+            key=key,
+            plan=plan,
+            table=table,
+        )
 
         def upload(found: tuple[Params, jax.Array, Any]) -> Upload:
             delta, losses, own = found
@@ -135,8 +146,8 @@ def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
         cases.append(lambda: direct_loop(training, data))
     if len(cases) == 1:
         return cases[0]()
-    last = sizes if len(sizes) < len(cases) else sizes[:-1]
-    return Cases(jnp.sum(training.samples > make_int_array(last)).astype(jnp.int32), cases)
+    bounds = sizes[: len(cases) - 1]  # the last case takes all larger clients
+    return Cases(jnp.sum(training.samples > make_int_array(bounds)).astype(jnp.int32), cases)
 
 
 def add_penalties(training: Training, delta: Params) -> jax.Array:
@@ -218,7 +229,7 @@ def direct_loop(
             mean, total = batch_loss(params)
             # a GPU adds the gradient of -lr times the loss to a kernel within its own product; on
             # a CPU that is a fifth slower
-            return -local.lr * mean if accumulates else mean, total
+            return -training.lr * mean if accumulates else mean, total
 
         (_, total), grad = jax.value_and_grad(scaled, has_aux=True)(params)
         if correction is not None:
@@ -226,7 +237,7 @@ def direct_loop(
         if accumulates:
             params = jax.tree.map(jnp.add, params, grad)
         else:
-            before, (params, velocity) = params, take_step(local, params, velocity, grad)
+            before, (params, velocity) = params, take_step(training, params, velocity, grad)
             params = choose(s, params, before) if choose else params
         return params, velocity, plan.add_loss(s, losses, total)
 
@@ -245,17 +256,17 @@ def no_velocity(local: Local, params: Params) -> Params:
 
 
 def take_step(
-    local: Local, params: Params, velocity: Params, gradient: Params
+    training: Training, params: Params, velocity: Params, gradient: Params
 ) -> tuple[Params, Params]:
     """Returns (params, velocity) after a step of SGD, with momentum and weight decay."""
-    direction = gradient
+    local, direction = training.local, gradient
     if local.weight_decay:
         direction = jax.tree.map(lambda g, p: g + local.weight_decay * p, direction, params)
     if local.momentum:
         direction = velocity = jax.tree.map(
             lambda v, g: local.momentum * v + g, velocity, direction
         )
-    moved = jax.tree.map(lambda p, d: p - local.lr * d, params, direction)
+    moved = jax.tree.map(lambda p, d: p - training.lr * d, params, direction)
     return move_statistics(moved, params, gradient), velocity
 
 

@@ -16,13 +16,13 @@ from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
+from fedjax_cfl.round.client_rows import take_own
 from fedjax_cfl.round.hooks import AssignFn
-from fedjax_cfl.round.personal import take_own
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.tree import leaf_norms
+from fedjax_cfl.tree import squared_leaf_norms
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task, Upload
 
 
@@ -163,7 +163,7 @@ def nearest_direction(pretrain: TrainFn) -> AssignFn:
         memory = state.memory
         upload, report = pretrain(key, memory.initial, cohort, data)
         similarity = cosine(upload.delta, memory.directions)
-        finite = jnp.isfinite(leaf_norms(memory.directions).sum(0))
+        finite = jnp.isfinite(squared_leaf_norms(memory.directions).sum(0))
         usable = memory.has_founders & finite & jnp.isfinite(similarity)
         return jnp.argmax(jnp.where(usable, similarity, -jnp.inf), axis=1), report
 

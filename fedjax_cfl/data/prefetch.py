@@ -83,7 +83,7 @@ def block_shapes(
 class DeviceFeed:
     """Data that are whole on the devices, as one block."""
 
-    streamed, row_bytes = False, 0
+    on_host, row_bytes = False, 0
 
     def __init__(self, data: FederatedData, rounds: int, eval_every: int):
         self.data, self.rounds, self.eval_every = data, rounds, eval_every
@@ -116,7 +116,7 @@ class DeviceFeed:
 class HostFeed:
     """The blocks of a population on the host, fetched one ahead."""
 
-    streamed = True
+    on_host = True
 
     def __init__(
         self,
@@ -132,7 +132,8 @@ class HostFeed:
         self.data, self.mesh, self.rounds, self.eval_every = data, mesh, rounds, eval_every
         self.length = min(MAX_BLOCK_ROUNDS, eval_every, rounds)
         assert algorithm.data_clients is not None  # `check_host_data` has looked
-        self.founders = np.unique(np.asarray(algorithm.data_clients(key, None, data.train.size)))
+        starters = algorithm.data_clients(key, None, data.train.size)
+        self.start_clients = np.unique(np.asarray(starters))
         self.cohorts = draw_cohorts(algorithm, key, rounds, data.train.size)
         if row_bytes:
             cohort = self.cohorts.shape[1] * row_bytes
@@ -149,7 +150,7 @@ class HostFeed:
         ]
         self.most = {  # samples and clients of a block
             "train": (
-                max(int(data.train.size[ids].sum()) for ids in [self.founders, *parts]),
+                max(int(data.train.size[ids].sum()) for ids in [self.start_clients, *parts]),
                 data.num_clients,
             ),
             "test": (
@@ -215,7 +216,7 @@ class HostFeed:
 
     def initial_data(self) -> FederatedData:
         """Returns the data that a run's start reads."""
-        return self._fetch(self.founders, "train")
+        return self._fetch(self.start_clients, "train")
 
     def train_blocks(self, done: int) -> Iterator[tuple[int, FederatedData]]:
         """Yields (rounds, data) of the blocks from round `done` on; none goes past an

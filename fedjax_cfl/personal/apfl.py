@@ -54,7 +54,7 @@ def mix(alpha: jax.Array, own: Params, model: Params) -> Params:
 
 def mixture_loop(adaptive: bool, training: Training, data: FederatedData) -> Loop:
     """Returns the steps of one client's group model and of its own. `adaptive` is as in `apfl`."""
-    local, start, plan = training.local, training.start, training.plan
+    start, plan = training.start, training.plan
     loss_of_step = batch_losses(training, data)
 
     def step(s, carry: tuple[Any, ...]):
@@ -62,14 +62,14 @@ def mixture_loop(adaptive: bool, training: Training, data: FederatedData) -> Loo
         slope = jax.value_and_grad(loss_of_step(s), has_aux=True)
         (_, total), gradient = slope(shared)
         _, mixed = slope(mix(mine.alpha, mine.model, shared))
-        shared, velocity = take_step(local, shared, velocity, gradient)
+        shared, velocity = take_step(training, shared, velocity, gradient)
         own = jax.tree.map(lambda g: mine.alpha * g, mixed)
-        model, own_velocity = take_step(local, mine.model, own_velocity, own)
+        model, own_velocity = take_step(training, mine.model, own_velocity, own)
         alpha = mine.alpha
         if adaptive:
             # the derivative of the loss by the share of the client's own model
             slope_of_share = project(mixed, model, shared)
-            moved = jnp.clip(alpha - local.lr * slope_of_share, 0.0, 1.0)
+            moved = jnp.clip(alpha - training.lr * slope_of_share, 0.0, 1.0)
             alpha = jnp.where(s == 0, moved, alpha)
         losses = plan.add_loss(s, losses, total)
         return (shared, velocity), (Mixture(model, alpha), own_velocity), losses
@@ -78,6 +78,6 @@ def mixture_loop(adaptive: bool, training: Training, data: FederatedData) -> Loo
         (shared, _), (mine, _), losses = carry
         return jax.tree.map(jnp.subtract, shared, start), jnp.stack(losses), mine
 
-    row = training.own
+    row, local = training.own, training.local
     both = (start, no_velocity(local, start)), (row, no_velocity(local, row.model))
     return Loop(plan.steps, (*both, (jnp.zeros(()), jnp.zeros(()))), step, end)

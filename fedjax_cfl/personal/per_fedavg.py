@@ -56,7 +56,7 @@ def adapting_loop(
     there are any; the last step goes on with the first ones. `alpha` and `second_order` are as in
     `per_fedavg`.
     """
-    local, start, plan = training.local, training.start, training.plan
+    start, plan = training.start, training.plan
     loss_of_step, taken = batch_losses(training, data), 3 if second_order else 2
 
     def find_slope(number: jax.Array) -> tuple[Callable, Callable[[Losses, jax.Array], Losses]]:
@@ -82,12 +82,12 @@ def adapting_loop(
             ((_, total), _), (_, bend) = jax.jvp(slope, (params,), (direction,))
             direction = jax.tree.map(lambda g, b: g - alpha * b, direction, bend)
             losses = add_loss(losses, total)
-        moved, velocity = take_step(local, params, velocity, direction)
+        moved, velocity = take_step(training, params, velocity, direction)
         return copy_statistics(moved, seen), velocity, losses
 
     def end(carry) -> tuple[Params, jax.Array, tuple]:
         return jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()
 
-    still = no_velocity(local, start)
+    still = no_velocity(training.local, start)
     steps = lax.div(plan.steps + taken - 1, taken)
     return Loop(steps, (start, still, (jnp.zeros(()), jnp.zeros(()))), step, end)

@@ -54,7 +54,7 @@ def envelope_loop(
 
     Args: the first three are as in `pfedme`; the others are those of a `MakeLoop`.
     """
-    start, plan, lr = training.start, training.plan, training.local.lr
+    start, plan, lr = training.start, training.plan, training.lr
     loss_of_step = batch_losses(training, data)
 
     def step(s, carry):

@@ -54,30 +54,31 @@ def corrected_loop(training: Training, data: FederatedData) -> Program:
     """Returns the SGD of one client with `training.own`, c - c_i, added to every gradient; it keeps
     its new c_i.
     """
-    correction, plan, local = training.own, training.plan, training.local
+    correction, plan = training.own, training.plan
 
     def end(found: tuple) -> tuple[Params, jax.Array, Params]:
         delta, losses, _ = found
-        far = jnp.where(plan.steps > 0, find_reach(local, plan.steps), 1.0)
+        reach = find_reach(training.lr, training.local.momentum, plan.steps)
+        far = jnp.where(plan.steps > 0, reach, 1.0)
         variate = jax.tree.map(lambda d, c: -c - d / far, delta, correction)
         return delta, losses, copy_statistics(variate, correction)
 
     return then(direct_loop(training, data, correction), end)
 
 
-def find_reach(local: Local, steps: jax.Array) -> jax.Array:
+def find_reach(lr: float | jax.Array, rho: float, steps: jax.Array) -> jax.Array:
     """Returns how far `steps` int32 along one and the same gradient go, in gradients: steps times
     lr, and with momentum rho lr (steps - rho (1 - rho^steps) / (1 - rho)) / (1 - rho).
     """
-    rho = local.momentum
     lag = rho * (1.0 - rho ** steps.astype(jnp.float32)) / (1.0 - rho) if rho else 0.0
-    return local.lr * (steps - lag) / (1.0 - rho)
+    return lr * (steps - lag) / (1.0 - rho)
 
 
 def restore_updates(local: Local, work: Work, upload: Upload) -> Upload:
     """Returns the upload with updates [S, ...] as if no step had been corrected along them: those
     of one group are all corrected toward its mean, which hides what distinguishes clients.
     """
-    far = jnp.where(upload.weight > 0, find_reach(local, upload.steps) * work.lr_scale, 0.0)
+    reach = find_reach(local.lr, local.momentum, upload.steps)
+    far = jnp.where(upload.weight > 0, reach * work.lr_scale, 0.0)
     delta = jax.tree.map(lambda d, c: d + jax.vmap(jnp.multiply)(far, c), upload.delta, work.own)
     return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))

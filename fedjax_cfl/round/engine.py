@@ -13,27 +13,27 @@ from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
 from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
 from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase, weighted_mean
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
-from fedjax_cfl.round.personal import (
-    follow_groups,
+from fedjax_cfl.round.client_rows import (
+    add_rows_to_step,
+    check_personal,
     give_rows,
     init_own,
     keep_rows,
     make_first_rows,
     make_personal_models,
-    move_groups,
+    renew_rows,
     restore_updates,
-    train_personal,
 )
+from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.clock import merge_clocks
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import (
     add_traffic,
     make_count,
     make_report,
     model_bytes_of,
-    no_faults,
     sum_counts,
 )
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
@@ -93,7 +93,8 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
     system, mesh = as_system(system), local.execution.mesh
     solve, personal = hooks.solve, local.personal
     if personal is not None:
-        solve = train_personal(personal, task, local, system, hooks)
+        check_personal(personal, system, hooks)
+        solve = personal.train(task, local, solve)
     parts = Parts(
         task,
         local,
@@ -119,10 +120,10 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         state = keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(now, state, cohort, work, upload)
         after, mass = update_groups(now, state, cohort, work, upload, log.sent_state)
-        info = make_info(state, after.groups, cohort, work.group, upload, mass, mesh)
-        return close_round(parts, after, info, cohort, upload, log)
+        measured = measure_updates(state, after.groups, cohort, work.group, upload, mass, mesh)
+        return close_round(parts, after, measured, cohort, upload, log)
 
-    # of a client that is tested after training on, its samples are read whenever it is tested
+    # each test trains every client on its own samples: those of all clients are read
     adapts = personal is not None and personal.adapt is not None
     return Algorithm(
         init,
@@ -181,8 +182,20 @@ def withhold_groups(before: State | None, state: State, data: FederatedData) -> 
     return state.replace(assignment=jnp.where(empty & alone & (group < 0), only, group))
 
 
+def store_groups(
+    now: Round, before: State | None, state: State, cohort: Cohort, gid: jax.Array
+) -> State:
+    """Returns the state in which the clients of the cohort have the groups `gid` [S] int32.
+
+    Args: `before` is as in `withhold_groups`; the others are those of `plan_work`.
+    """
+    assigned = state.replace(assignment=cohort.put(state.assignment, gid))
+    own_models = now.parts.hooks.own_models
+    return assigned if own_models else withhold_groups(before, assigned, now.data)
+
+
 def migrate(now: Round, state: State) -> tuple[State, RoundLog]:
-    """Step 1: moves clients, or founds new groups, before the selection."""
+    """Moves clients, or founds new groups, before the selection."""
     parts, keys, data = now
     shifted = jnp.sum(data.shifted)
     if parts.hooks.migrate is None:
@@ -190,13 +203,13 @@ def migrate(now: Round, state: State) -> tuple[State, RoundLog]:
     after, report = parts.hooks.migrate(keys[MIGRATE], state, data)
     if not parts.hooks.own_models:
         after = withhold_groups(state, after, data)
-    after = parts.system.follow_groups(state, after, report.reclustered)
+    after = merge_clocks(parts.system.clock, state, after, report.reclustered)
     return after, RoundLog(shifted, report)
 
 
 def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
-    """Step 2: draws the cohort that trains, and gives its clients slots, longest first. `log` is
-    what the round has done so far; each step returns it with what it adds.
+    """Draws the cohort that trains, and gives its clients slots, longest first. `log` is what the
+    round has done so far; each step returns it with what it adds.
     """
     parts, keys, data = now
     ids, poll = parts.system.choose(keys, state, data)
@@ -207,7 +220,7 @@ def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundL
 def plan_work(
     now: Round, state: State, cohort: Cohort, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
-    """Step 3: names the group that each client trains, and its work."""
+    """Names the group that each client trains, and its work."""
     parts, keys, data = now
     gid, reports = jnp.zeros_like(cohort.ids), []
     if parts.hooks.assign:
@@ -233,17 +246,15 @@ def hand_out_own(
     local = now.parts.local
     if local.personal is None:
         return state, work, log
-    met = state.replace(assignment=cohort.put(state.assignment, work.group))
-    met = withhold_groups(state, met, now.data)  # with `own_models` nothing is kept
-    own, work, reports = give_rows(local, met, cohort, work)
+    assigned = store_groups(now, state, state, cohort, work.group)
+    own, work, reports = give_rows(local, assigned, cohort, work)
     return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
 
 
 def train_cohort(
     now: Round, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[Upload, RoundLog]:
-    """Step 4: trains every client from the model of its group; returns what reaches the server
-    in time.
+    """Trains every client from the model of its group; returns what reaches the server in time.
 
     Args: as those of `hand_out_own`.
     """
@@ -261,7 +272,7 @@ def train_cohort(
 def regroup(
     now: Round, state: State, cohort: Cohort, work: Work, upload: Upload
 ) -> tuple[State, Work, Upload]:
-    """Step 5: moves clients to other groups by what they sent.
+    """Moves clients to other groups by what they sent.
 
     Args: as those of `hand_out_own`; `upload` is what reached the server in time.
     """
@@ -276,33 +287,30 @@ def regroup(
 def update_groups(
     now: Round, state: State, cohort: Cohort, work: Work, upload: Upload, before: State | None
 ) -> tuple[State, jax.Array]:
-    """Steps 6 and 7: aggregates, takes the server's step, and calls `finish`. Returns also the
-    mass [m] behind each group's step.
+    """Aggregates, takes the server's step, and calls `finish`. Returns also the mass [m] behind
+    each group's step.
 
     Args: as those of `regroup`, which has returned `work` and `upload`; `before` is the state in
     which the cohort was trained.
     """
-    (parts, _, data), gid = now, work.group
-    met = state.replace(assignment=cohort.put(state.assignment, gid))
-    if not parts.hooks.own_models:
-        met = withhold_groups(before, met, data)
-    met = follow_groups(parts.local, met)
-    step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, met)
-    step = move_groups(parts.local, met, step)
+    parts, gid = now.parts, work.group
+    assigned = renew_rows(parts.local, store_groups(now, before, state, cohort, gid))
+    step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, assigned)
+    step = add_rows_to_step(parts.local, assigned, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
-    after = met.replace(groups=groups, server=server)
+    after = assigned.replace(groups=groups, server=server)
     if parts.hooks.finish is not None:
         plain = restore_updates(parts.local, work, upload)
-        after = parts.hooks.finish(after, met, cohort, gid, plain)
+        after = parts.hooks.finish(after, assigned, cohort, gid, plain)
     return after, mass
 
 
 def close_round(
-    parts: Parts, state: State, info: Info, cohort: Cohort, upload: Upload, log: RoundLog
+    parts: Parts, state: State, measured: dict, cohort: Cohort, upload: Upload, log: RoundLog
 ) -> tuple[State, Info]:
-    """Step 8: stores what is remembered of the cohort, and closes the round.
+    """Stores what is remembered of the cohort, and closes the round.
 
-    Args: `state` has the new models; `info` is what `make_info` knows of the round; `log` is what
+    Args: `state` has the new models; `measured` is what `measure_updates` returns; `log` is what
     the round has done.
     """
     assert log.sent_state is not None  # the cohort has been trained
@@ -312,10 +320,11 @@ def close_round(
         received = put_models(received, cohort.ids, models, mesh)
     selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
     state = state.replace(round=state.round + 1, selection=selection, received=received)
-    return parts.system.close(state, info, log)
+    state, reported = parts.system.close(state, log)
+    return state, Info(**measured, **reported)
 
 
-def part_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload, jax.Array]:
+def split_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload, jax.Array]:
     """Returns the upload with one model in each slot, and the group of each: itself, or, where
     each client has trained all m models (`upload.delta` is [S, m, ...]), that of S m slots.
 
@@ -326,15 +335,15 @@ def part_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload,
         return upload, gid
     clients, count = whole.shape[:2]
     delta = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), upload.delta)
-    parted = upload.replace(
+    split = upload.replace(
         delta=delta,
         weight=jnp.repeat(upload.weight, count),
         squared_norm=squared_norms(delta).sum(0),
     )
-    return parted, jnp.tile(jnp.arange(count, dtype=gid.dtype), clients)
+    return split, jnp.tile(jnp.arange(count, dtype=gid.dtype), clients)
 
 
-def make_info(
+def measure_updates(
     state: State,
     groups: Params,
     cohort: Cohort,
@@ -342,8 +351,8 @@ def make_info(
     upload: Upload,
     mass: jax.Array,
     mesh: Mesh | None = None,
-) -> Info:
-    """Returns what is known from a round's updates; `System.close` adds the rest.
+) -> dict[str, jax.Array]:
+    """Returns what of `Info` is known from a round's updates; `System.close` has the rest.
 
     The discrepancy is that of FlexCFL, eq. 3: ||trained - new model of its own group||, over
     all clients and per group.
@@ -351,36 +360,30 @@ def make_info(
     Args: `state`, `groups`, `gid`, `upload` and `mesh` are those of `deviation`; `mass` [m] is
     the weight behind each group's step, 0: its model stayed.
     """
-    each, own = part_models(upload, gid, groups)
-    distance, cosine = deviation(state, groups, own, each, mesh)
+    updates, group = split_models(upload, gid, groups)
+    distance, cosine = deviation(state, groups, group, updates, mesh)
     trained = (upload.weight > 0).astype(jnp.float32)
-    used = trained if each is upload else (each.weight > 0).astype(jnp.float32)
-    (per_group,), count = group_mean(used, own, (distance,), state.active.size)
+    used = trained if updates is upload else (updates.weight > 0).astype(jnp.float32)
+    (per_group,), count = group_mean(used, group, (distance,), state.active.size)
     known = cohort.take(state.assignment) >= 0
     real = cohort.ids < state.assignment.size
     in_cohort = jnp.any((gid[:, None] == jnp.arange(mass.size)) & real[:, None], axis=0)
-    models = jnp.maximum(used.sum(), 1.0)
+    num_used = jnp.maximum(used.sum(), 1.0)
     samples = jnp.maximum(upload.weight.sum(), 1.0)
 
     def if_any(mean: jax.Array) -> jax.Array:
         """Returns a mean over clients; NaN where no client's update is used."""
         return jnp.where(trained.any(), mean, jnp.nan)
 
-    return Info(
-        loss=if_any(jnp.sum(upload.weight * upload.loss) / samples),
-        last_loss=if_any(jnp.sum(upload.weight * upload.last_loss) / samples),
-        discrepancy=if_any(jnp.sum(per_group * count) / models),
-        group_discrepancy=jnp.where(count > 0, per_group, jnp.nan),
-        dissimilarity=if_any(jnp.sum(used * (1.0 - cosine) / 2) / models),
-        selected=real.sum().astype(jnp.int32),
-        clients=trained.sum().astype(jnp.int32),
-        steps=sum_counts(make_count(upload.steps)),
-        cold=jnp.sum(real & ~known).astype(jnp.int32),
-        shifted=jnp.zeros((), jnp.int32),
-        migrated=jnp.zeros((), jnp.int32),
-        reclustered=jnp.zeros((), jnp.int32),
-        fault_counts=no_faults(),
-        idle_groups=jnp.sum(in_cohort & (mass == 0)).astype(jnp.int32),
-        late=jnp.zeros((), jnp.int32),
-        seconds=jnp.zeros(()),
-    )
+    return {
+        "loss": if_any(jnp.sum(upload.weight * upload.loss) / samples),
+        "last_loss": if_any(jnp.sum(upload.weight * upload.last_loss) / samples),
+        "discrepancy": if_any(jnp.sum(per_group * count) / num_used),
+        "group_discrepancy": jnp.where(count > 0, per_group, jnp.nan),
+        "dissimilarity": if_any(jnp.sum(used * (1.0 - cosine) / 2) / num_used),
+        "selected": real.sum().astype(jnp.int32),
+        "clients": trained.sum().astype(jnp.int32),
+        "steps": sum_counts(make_count(upload.steps)),
+        "cold": jnp.sum(real & ~known).astype(jnp.int32),
+        "idle_groups": jnp.sum(in_cohort & (mass == 0)).astype(jnp.int32),
+    }

@@ -2,7 +2,7 @@
 
 While a run goes on, each evaluation is appended to assignments.part, which becomes the
 Parquet file when the run ends: a Parquet file cannot be appended to. A record of the
-part is int32, little-endian: round, group [S], true group [S]; -1: none, or unknown.
+part is int32, little-endian: round, group [R], true group [R]; -1: none, or unknown.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ class Assignments(NamedTuple):
     """Who was in which group at each of E evaluations, of S clients: all, or a sample."""
 
     rounds: np.ndarray  # [E] int32
-    clients: np.ndarray  # [S] int64, rows of clients.parquet
-    groups: np.ndarray  # [E, S] int32, -1: the client had no model yet
-    concepts: np.ndarray | None  # [E, S] int32, true groups, -1 where unknown; None: all unknown
+    clients: np.ndarray  # [R] int64, rows of clients.parquet
+    groups: np.ndarray  # [E, R] int32, -1: the client had no model yet
+    concepts: np.ndarray | None  # [E, R] int32, true groups, -1 where unknown; None: all unknown
 
 
 class AssignmentLog(NamedTuple):
@@ -52,7 +52,7 @@ class AssignmentLog(NamedTuple):
 
 
 def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
-    """Returns the numbers [S] of all clients, or of `most` drawn by the seed, in order."""
+    """Returns the numbers [R] of all clients, or of `most` drawn by the seed, in order."""
     if num_clients <= most:
         return np.arange(num_clients)
     rng = np.random.default_rng([seed, num_clients])
@@ -61,7 +61,7 @@ def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def open_assignments(run_dir: Path, clients: np.ndarray) -> Iterator[AssignmentLog]:
-    """Yields what appends to assignments.part of a run that keeps the groups of `clients` [S].
+    """Yields what appends to assignments.part of a run that keeps the groups of `clients` [R].
 
     The run does not need this file to go on: where it is removed, cut or made longer meanwhile,
     what is left of it is written again.
@@ -129,7 +129,7 @@ def verified_assignments(
     checkpoint. Raises InputError if they are missing or have changed since the checkpoint was
     saved.
 
-    `clients` [S] are those whose groups it keeps; `step` is the checkpoint's round; `fingerprint`
+    `clients` [R] are those whose groups it keeps; `step` is the checkpoint's round; `fingerprint`
     is what it stores of them, [number of records, their SHA-256].
     """
     (records, digest), path = fingerprint, run_dir / PART
@@ -162,8 +162,8 @@ def finish_assignments(
     run_id: str = "",
 ) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
-    evaluation: round, group and, where any is known, concept, lists [S] of the smallest
-    integers that hold them, of the `clients` [S] of all K = `num_clients`. `run_id` is noted in it.
+    evaluation: round, group and, where any is known, concept, lists [R] of the smallest
+    integers that hold them, of the `clients` [R] of all K = `num_clients`. `run_id` is noted in it.
 
     Of a part that is not as the last checkpoint has it, by its `fingerprint`, nothing is kept,
     with a warning.
@@ -193,7 +193,7 @@ def finish_assignments(
 
 
 def _lists(values: np.ndarray) -> pa.Array:
-    """Returns the rows of values [E, S] as lists of small integers."""
+    """Returns the rows of values [E, R] as lists of small integers."""
     dtype = np.min_scalar_type(-1 - int(values.max(initial=0)))  # signed, for -1
     offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
     flat = pa.array(values.astype(dtype).reshape(-1))

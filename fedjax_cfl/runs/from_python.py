@@ -61,18 +61,18 @@ def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> 
     everything |= {"given": {name: given[name] for name in given if name not in NAMED}}
     everything |= {"seed": seed, **plan._asdict(), "made_of": parts}
     return RunSettings(
-        seed,
-        plan,
-        None,
-        1,
-        Faults(),
-        ASSIGNMENTS,
-        CHECKPOINT,
-        "auto",
-        data,
-        {"algorithm": names["algorithm"], "dataset": names["dataset"]},
-        names,
-        everything,
+        seed=seed,
+        plan=plan,
+        clients_per_round=None,
+        width=1,
+        faults=Faults(),
+        assignments=ASSIGNMENTS,
+        checkpoint=CHECKPOINT,
+        resume="auto",
+        data_digest=data,
+        names={"algorithm": names["algorithm"], "dataset": names["dataset"]},
+        choices=names,
+        everything=everything,
     )
 
 

@@ -1,6 +1,4 @@
-"""One run in its directory: files, checkpoints, signals and resuming. Takes plain
-values; knows nothing of Hydra.
-"""
+"""One run in its directory: files, checkpoints, signals and resuming. Knows nothing of Hydra."""
 
 import contextlib
 import functools
@@ -39,11 +37,11 @@ from fedjax_cfl.simulation.setup import Setup
 
 
 def train_in_dir(
-    member: Member, setup: Setup, inputs: Inputs | None, record: Callable[[], None]
+    member: Member, setup: Setup, inputs: Inputs | None, write: Callable[[Member], None]
 ) -> int:
     """Runs, or goes on with, a run in its directory, which is locked meanwhile; returns the exit
-    status as `train_run` does. `record()` writes its settings, once the directory is known to be
-    this run's. Raises InputError for a directory that is not, RunError.
+    status as `train_run` does. `write` writes its settings, once the directory is known to be
+    this run's. Raises InputError for a directory that is not, and RunError as `train_run` does.
     """
     run_dir, settings = member.run_dir, member.settings
     with contextlib.ExitStack() as locks:
@@ -51,7 +49,7 @@ def train_in_dir(
         def lock_and_resume() -> Snapshot | None:
             locks.enter_context(lock(make_dir(run_dir)))
             start = resume_run(settings, run_dir, setup, make_console(member.verbose).print)
-            record()
+            write(member)
             return start
 
         return train_run(member, setup, inputs, sync_resume(lock_and_resume, settings, setup))

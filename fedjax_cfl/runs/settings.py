@@ -1,4 +1,4 @@
-"""What a run's session is told: its own settings, each with a type, and all of them to record. And
+"""What a run's session reads: its own settings, each with a type, and all of them to record. And
 what makes two runs the same: their settings and their data.
 """
 
@@ -47,7 +47,7 @@ class RunSettings(NamedTuple):
     everything: dict[str, Any]  # every setting, nested as in the configuration
 
     def draw_recorded_clients(self, num_clients: int) -> np.ndarray:
-        """Returns the clients [S], of K = `num_clients`, whose groups the run keeps."""
+        """Returns the clients [R], of K = `num_clients`, whose groups the run keeps."""
         return sample_clients(num_clients, self.assignments, self.seed)
 
 

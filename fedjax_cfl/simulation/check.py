@@ -19,7 +19,7 @@ from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation.personalize import check_rule
 from fedjax_cfl.system.reports import count_to_int
-from fedjax_cfl.system.select import stateless, uniform
+from fedjax_cfl.system.select import drawn_ahead, uniform
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Selection, State, Task, Upload
 
 CLIENTS, COHORT, ROUNDS = 12, 6, 3  # of a trial: as many as show each rule broken
@@ -98,7 +98,7 @@ def take_few(data: FederatedData) -> FederatedData:
 
 def draw_anyone(clients_per_round: int) -> Selection:
     """Selects uniformly, also the client that has lost its training samples."""
-    return stateless(lambda key, _, size: draw_permutation(key, len(size), clients_per_round))
+    return drawn_ahead(lambda key, _, size: draw_permutation(key, len(size), clients_per_round))
 
 
 def in_any_order(select: Selection) -> Selection:

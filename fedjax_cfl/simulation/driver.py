@@ -2,7 +2,7 @@
 
 `make_run_fn` is the definition, one function of a key (so `jit(vmap(...))` runs many
 seeds). `drive` calls the same parts from Python, compiled as a Program of one run or of
-several, so that numbers appear while it goes on: there is no other loop.
+several, so that numbers appear while it goes on: no other loop writes rows.
 """
 
 import functools
@@ -21,7 +21,7 @@ from fedjax_cfl.distributed import gather_to_hosts
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.program import Program, compile_run
 from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
-from fedjax_cfl.simulation.rows import COUNTERS, TIMES, make_row, update_counters
+from fedjax_cfl.simulation.rows import COUNTERS, TIMES, Measured, make_row, update_counters
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
@@ -51,7 +51,7 @@ def make_run_fn(
         return (state, data_state), (infos, found)
 
     def go(key, data):
-        carry = make_init(algorithm, drift or no_drift(), streamed=False)(key, data)
+        carry = make_init(algorithm, drift or no_drift(), on_host=False)(key, data)
         (state, _), found = lax.scan(
             lambda carry, _: step(key, carry, data), carry, length=rounds // eval_every
         )
@@ -146,9 +146,10 @@ def drive(
         tested = jax.device_get(program.compiled.test(carry))
         seconds = {"train_s": trained - started, "eval_s": time.perf_counter() - trained}
         seconds = {name: value / len(members) for name, value in seconds.items()}
-        ledger = jax.device_get((carry[0].traffic, carry[0].clock_ms))
+        traffic, clock_ms = jax.device_get((carry[0].traffic, carry[0].clock_ms))
+        measured = Measured(done, traffic, clock_ms, blocks, tested)
         for member in members:
-            row = make_row(program, plan, member, (done, ledger, blocks, tested), counters[member])
+            row = make_row(program, plan, member, measured, counters[member])
             counters[member] = update_counters(counters[member], row, **seconds)
             rows[member].append(row)
         blocks = []

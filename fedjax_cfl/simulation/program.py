@@ -41,7 +41,7 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
     check_arguments(Plan, plan._asdict())
     if not all(one.test.order.size for one in data):
         raise InputError("data: no client has a test sample, so that nothing can be scored")
-    if plan.with_distance and any(map(prefetch.is_on_host, data)):
+    if plan.eval_distance and any(map(prefetch.is_on_host, data)):
         raise InputError(
             "eval_distance=true: needs the labels of all clients at once, as resident=device has"
         )
@@ -49,8 +49,9 @@ def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
 
 def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedData) -> None:
     """Raises InputError for data that the algorithm cannot use, as a drift shows them at first, or
-    that the task is not about.
+    not from the host, or that the task is not about.
     """
+    prefetch.check_host_data(data, algorithm, drift)
     if bool(data.num_classes) != (task.error is None):
         said = ("numbers to regress", 0) if not data.num_classes else ("classes", data.num_classes)
         raise InputError(f"data: y are {said[0]}; give as_task num_classes={said[1]}")
@@ -62,7 +63,7 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
     algorithm.check_data(data)
 
 
-def trace_on_numbers(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
+def check_regression(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
     """Raises InputError where y are numbers to regress, and a part of the run needs classes: each
     says so while it is traced. The command line asks before the run has a directory; from Python
     it is said when the run is compiled.
@@ -71,7 +72,7 @@ def trace_on_numbers(algorithm: Algorithm, drift: Drift, data: FederatedData) ->
         return
 
     def go(key: Key, data: FederatedData) -> Any:
-        state, data_state = make_init(algorithm, drift, streamed=False)(key, data)
+        state, data_state = make_init(algorithm, drift, on_host=False)(key, data)
         return run_round(algorithm, drift, key, state, data_state, data)
 
     jax.eval_shape(go, jax.random.key(0), bound_client_samples(data, drift))
@@ -128,7 +129,6 @@ def compile_run(
     algorithm, task, data, drift, mesh, _ = setup
     check_plan(plan, [data])
     check_data(algorithm, task, drift, data)
-    prefetch.check_host_data(data, algorithm, drift)
     key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
     if prefetch.is_on_host(data):
         row_bytes = host_rows.row_bytes(algorithm, data, key, mesh)
@@ -140,7 +140,7 @@ def compile_run(
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
     values, build = inputs or Inputs({}, lambda values: (algorithm, drift))
     values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
-    functions = make_functions(build, task, mesh, plan, feed.length, feed.streamed)
+    functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
     given = sharding.replicate(values, mesh), key
     compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh)
     return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
@@ -148,7 +148,7 @@ def compile_run(
 
 def init_evaluation(feed: Any, mesh: Mesh) -> Any:
     """Returns what tests begin with: nothing, where there is one part of the test data."""
-    if not feed.streamed:
+    if not feed.on_host:
         return None
     return sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh)
 
@@ -226,10 +226,10 @@ def lower_programs(
     results = (*place_carry(shapes), whole)
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
     yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
-    found, first = init_evaluation(feed, mesh), 0 if feed.streamed else None
+    found, first = init_evaluation(feed, mesh), 0 if feed.on_host else None
     shapes = find_shapes(algorithm, before, feed, "test", mesh)
-    score = jax.jit(test, out_shardings=whole)
-    yield "test", score.lower(*given, feed.shapes("test"), *shapes, found, first)
+    step = jax.jit(test, out_shardings=whole)
+    yield "test", step.lower(*given, feed.shapes("test"), *shapes, found, first)
 
 
 def compile_functions(
@@ -260,7 +260,7 @@ def compile_functions(
         programs = {name: future.result() for name, future in futures.items()}
     begun = lowered["begin"].out_info
     shapes, tested = (find_shapes(algorithm, begun, feed, s, mesh) for s in ("train", "test"))
-    begin, train, score = programs.get("begin"), programs["train"], programs["test"]
+    begin, train = programs.get("begin"), programs["train"]
 
     def start() -> Carry:
         assert begin is not None, "only compiled for a fresh run"
@@ -278,7 +278,8 @@ def compile_functions(
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
             lent = lend_test_rows(feed, carry, first, tested)
-            found, index = jax.block_until_ready(score(*given, data, *lent, found, first))
+            arguments = *given, data, *lent, found, first
+            found, index = jax.block_until_ready(programs["test"](*arguments))
         if carry[1]:
             return evaluate.Tested(index, found, carry[1].concept, carry[1].train.size)
         unknown = np.full(index.shape, -1)

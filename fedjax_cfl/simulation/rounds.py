@@ -55,9 +55,9 @@ class Plan(NamedTuple):
     rounds: PositiveInt
     eval_every: PositiveInt = 1
     discard: Literal["rounds", "met", "none"] = "rounds"
-    with_auxiliary: bool = True  # also test the mean of the models
+    eval_auxiliary: bool = True  # also test the mean of the models
     # also the mean distance of clients that share a model; quadratic in the clients
-    with_distance: bool = False
+    eval_distance: bool = False
 
 
 Carry = tuple[State, Any]  # what goes from round to round: (state, data_state)
@@ -90,9 +90,9 @@ def run_round(
     Args: `key` is the run's; `data_state` is what the drift has edited so far, and `data` has
     the samples as they were before the run.
     """
-    met = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
+    warm = state.assignment >= 0 if algorithm.clustered else jnp.ones_like(state.assignment, bool)
     now, memory, shifted = drift.apply(
-        derive_key(key, DRIFT), state.round, data_state.apply_to(data), data_state.memory, met
+        derive_key(key, DRIFT), state.round, data_state.apply_to(data), data_state.memory, warm
     )
     now = now.replace(shifted=shifted, has_drift=drift.moves)
     state, info = algorithm.round(key, state, now)
@@ -140,15 +140,15 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     checkpoint is restored into. What lies on the host has NumPy arrays for shapes.
     """
     algorithm, _, data, drift, mesh, _ = setup
-    streamed = prefetch.is_on_host(data)
+    on_host = prefetch.is_on_host(data)
     data = (
         prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
-        if streamed
+        if on_host
         else bound_client_samples(data, drift)
     )
-    carry = jax.eval_shape(make_init(algorithm, drift, streamed), key, data)
+    carry = jax.eval_shape(make_init(algorithm, drift, on_host), key, data)
     state, data_state = carry_shapes(algorithm, carry, mesh)
-    if has_host_rows(algorithm, streamed):
+    if has_host_rows(algorithm, on_host):
         clients = state.assignment.size
         rows = jax.tree.map(  # NumPy arrays that take no memory
             lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), (clients, *leaf.shape[1:])),
@@ -177,23 +177,23 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
     return jax.tree.unflatten(structure, shapes), replicated_shapes(data_state, mesh)
 
 
-def has_host_rows(algorithm: Algorithm, streamed: bool) -> bool:
+def has_host_rows(algorithm: Algorithm, on_host: bool) -> bool:
     """Returns whether what clients keep stays on the host, see `host_rows`: where their samples do,
     and one process has all of it.
     """
-    return streamed and algorithm.first_rows is not None and jax.process_count() == 1
+    return on_host and algorithm.first_rows is not None and jax.process_count() == 1
 
 
-def make_init(algorithm: Algorithm, drift: Drift, streamed: bool) -> Callable:
+def make_init(algorithm: Algorithm, drift: Drift, on_host: bool) -> Callable:
     """Returns f(key, data) -> (state, moving data) before round 0; nothing moves in a
     population on the host, and of what clients keep there, there is a row of each group [m, ...].
     The algorithm starts on what the drift shows at first.
     """
 
     def begin(key: Key, data: FederatedData) -> tuple[State, Any]:
-        if streamed:
+        if on_host:
             state = algorithm.init(key, data)
-            if has_host_rows(algorithm, streamed):
+            if has_host_rows(algorithm, on_host):
                 assert algorithm.first_rows is not None
                 state = state.replace(own=state.own.replace(rows=algorithm.first_rows(state)))
             return state, ()
@@ -209,22 +209,22 @@ def make_functions(
     mesh: Mesh,
     plan: Plan,
     block: int,
-    streamed: bool,
+    on_host: bool,
 ) -> tuple[Callable, Callable, Callable]:
     """Returns (begin, train, test), functions of a run's values, key and data: its start, up to
     `block` rounds, and the evaluation of a part of the test data from client `first` on.
 
     Args: `build(values)` -> (Algorithm, Drift), where values may be traced; the devices of
     `mesh` share an evaluation; `plan` says what is tested; `block` is the most rounds of one
-    call; `streamed`: data come in blocks from the host and do not drift.
+    call; `on_host`: data come in blocks from the host and do not drift.
     """
 
     def begin(values, key, data):
-        return make_init(*build(values), streamed)(key, data)
+        return make_init(*build(values), on_host)(key, data)
 
     def train(values, key, data, state, data_state, done, count):
         rounds = make_rounds_fn(*build(values), block)
-        if not streamed:
+        if not on_host:
             return rounds(key, state, data_state, data, count)
         # a block of a population on the host
         state, _, infos = rounds(key, state, data_state_of(data, ()), data, count)
@@ -232,9 +232,9 @@ def make_functions(
 
     def test(values, key, data, state, data_state, found, first):
         algorithm, _ = build(values)
-        data = data if streamed else data_state.apply_to(data)
+        data = data if on_host else data_state.apply_to(data)
         more = evaluate.evaluate_block(
-            algorithm, task, mesh, state, data, plan.with_auxiliary, first, plan.with_distance
+            algorithm, task, mesh, state, data, plan.eval_auxiliary, first, plan.eval_distance
         )
         found = more if found is None else evaluate.merge(found, more, first)
         return found, algorithm.serve(state).model_index

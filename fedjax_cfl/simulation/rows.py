@@ -1,7 +1,7 @@
 """One row of metrics.jsonl: what an evaluation and the rounds before it measured."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,38 +14,47 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.system import reports
 from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Params
+from fedjax_cfl.types import Algorithm, FederatedData, Info, Params, Traffic
 
 MOST_CONCEPTS = 256  # whose scores a row has
 TIMES = ("compile_s", "train_s", "eval_s")
 COUNTERS = {"client_updates": 0, "local_steps": 0} | dict.fromkeys(("wall_s", *TIMES), 0.0)
 
 
+class Measured(NamedTuple):
+    """What an evaluation, and the rounds before it, measured of all members of a program."""
+
+    done: int  # rounds
+    traffic: Traffic  # so far
+    clock_ms: np.ndarray  # so far, as in `State`
+    blocks: list[tuple[int, Info]]  # (rounds, their infos) since the last evaluation
+    tested: evaluate.Tested
+
+
 def make_row(
-    program: Program, plan: Plan, member: int, measured: tuple, counters: dict[str, Any]
+    program: Program, plan: Plan, member: int, measured: Measured, counters: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns a member's row of an evaluation.
 
-    Args: `member` is its number in the program; `measured` is (rounds done, (traffic,
-    clock_ms), (count, infos) of each block since the last evaluation, what `Compiled.test`
-    returns); `counters` are those before, see `COUNTERS`.
+    Args: `member` is its number in the program; `counters` are those before, see `COUNTERS`.
     Raises NonFiniteUpdate, as neither row nor checkpoint may lead past it, and RunError for a
     client of a group that does not exist.
     """
     place, algorithm, state = program.places[member], program.algorithm, program.shapes[member][0]
-    done, ledger, blocks, tested = measured
+    done = measured.done
     parts = [
         jax.tree.map(lambda leaf, count=count: leaf[place][:count], infos)
-        for count, infos in blocks
+        for count, infos in measured.blocks
     ]
-    ledger, tested = take_rows((ledger, tested), place)
+    of_all = measured.traffic, measured.clock_ms, measured.tested
+    sent, clock_ms, tested = take_rows(of_all, place)
     infos = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     raise_if_nonfinite(algorithm, state.groups, done, infos)
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
     check_groups_exist(done, tested.index, num_models)
     found = evaluate.finalize(tested, num_models, count_concepts(program.data[member]))
-    sent = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
-    row = metrics_row(done, ledger, sent, infos, found, counters)
+    part = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
+    row = metrics_row(done, sent, clock_ms, part, infos, found, counters)
     score = find_score(row)
     for name in score.beside:
         row.setdefault(name, None)  # of true groups that are not known
@@ -128,7 +137,8 @@ def mean_of_rounds(values: jax.Array) -> float:
 
 def metrics_row(
     done: int,
-    ledger: tuple,
+    sent: Traffic,
+    clock_ms: np.ndarray,
     groups: Params,
     infos: Any,
     found: dict[str, Any],
@@ -137,12 +147,11 @@ def metrics_row(
     """Returns one row of metrics.jsonl in plain Python: the last round's losses, the block's
     mean discrepancy, all that has been sent so far.
 
-    Args: `done` rounds have ended; `ledger` is (Traffic, clock_ms), so far; `groups` [m, ...]
+    Args: `done` rounds have ended; `sent` and `clock_ms` are those so far; `groups` [m, ...]
     are what is sent of the group models, or its shapes; `infos` [n] are those of the rounds since
     the last evaluation; `found` are the metrics of this one; `before` are the counters before,
     see `COUNTERS`.
     """
-    sent, clock_ms = ledger
     model_bytes = sum(
         leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(groups)
     )

@@ -134,7 +134,7 @@ def member_functions(
     `make_functions`.
     """
     block = min(plan.eval_every, plan.rounds)
-    begin, train, test = make_functions(build, task, mesh, plan, block, streamed=False)
+    begin, train, test = make_functions(build, task, mesh, plan, block, on_host=False)
 
     def train_together(values, key, data, state, data_state, done, count):
         # one round number for all: mapped, a branch that is due in some rounds only would be

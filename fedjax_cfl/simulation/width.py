@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from fedjax_cfl import sharding
 from fedjax_cfl.client.lanes import BYTES_PER_SECOND, OPERATIONS_PER_SECOND, PRODUCT_SECONDS
+from fedjax_cfl.client.local import Local, count_steps
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_bytes
 from fedjax_cfl.simulation import memory
@@ -29,37 +28,29 @@ MOST_PLAYED = 500  # clients of a round that is played; more of them are alike
 
 
 def choose_width(
-    chosen: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh, cohort: int
+    local: Local, task: Task, data: FederatedData, cohort: int, asked: int | None = None
 ) -> int:
     """Returns how many clients train side by side on a device.
 
-    Args: `chosen`, the settings `local`; `cohort`, the clients of a round on all devices.
+    Args: `local` says how they train, and where; `cohort` is the number of clients of a round on
+    all devices; `asked` is the width that was asked for, None: the best one.
     Raises InputError for a width that does not fit into the memory of a device.
     """
-    asked: Any = chosen["width"]
-    executor = chosen["executor"]
-    if asked == "auto" and (sharding.is_cpu(mesh) if executor == "auto" else executor != "lanes"):
+    mesh = local.execution.mesh
+    if local.execution.executor != "lanes" or asked == 1:
         return 1
-    if asked == 1 or executor not in ("auto", "lanes"):
-        return int(asked)
     slots = -(-min(cohort, data.num_clients) // mesh.size)
-    most = count_fitting(chosen, task, data, mesh, slots)
-    if asked == "auto":
-        steps = count_client_steps(chosen, np.asarray(data.train.size))
-        step = step_seconds(chosen, task, data)
-        return min(best_width(steps, slots, mesh.size, step), most)
+    most = count_fitting(local, task, data, slots)
+    if asked is None:
+        samples = data.train.size
+        steps = np.asarray((samples > 0) * count_steps(local, samples))
+        return min(best_width(steps, slots, mesh.size, step_seconds(local, task, data)), most)
     if min(asked, slots) > max(most, 1):
         raise InputError(
             f"local.width={asked}: {format_bytes(memory.available_bytes(mesh) or 0)} hold the data"
             f" and {most} clients side by side; use width={most} or auto"
         )
     return asked
-
-
-def count_client_steps(chosen: dict[str, Any], samples: np.ndarray) -> np.ndarray:
-    """Returns the local steps [K] of clients of so many `samples` [K]."""
-    each = -(-samples // chosen["batch_size"])
-    return (samples > 0) * chosen["steps"] if chosen.get("steps") else chosen["epochs"] * each
 
 
 class StepSeconds(NamedTuple):
@@ -103,51 +94,48 @@ def count_lane_steps(steps: tuple[int, ...], lanes: int) -> int:
     return max(ends)
 
 
-def step_seconds(chosen: dict[str, Any], task: Task, data: FederatedData) -> StepSeconds:
+def step_seconds(local: Local, task: Task, data: FederatedData) -> StepSeconds:
     """Returns what a step takes: its kernels, by the gradient's products of matrices; and of a
     lane, reading its model and reading and writing it for the update, or computing the gradient,
     whichever is longer.
     """
-    lowered = lower_gradient(task, *batch_shapes(chosen, data))
+    lowered = lower_gradient(task, *batch_shapes(local, data))
     products = len(re.findall(r"stablehlo\.(?:dot_general|convolution)", lowered.as_text()))
     operations = float((lowered.cost_analysis() or {}).get("flops", 0.0))
     model = memory.tree_bytes(jax.eval_shape(task.init, jax.random.key(0)))
-    moved = (5 if chosen.get("momentum") else 3) * model
+    moved = (5 if local.momentum else 3) * model
     lane = max(moved / BYTES_PER_SECOND, operations / OPERATIONS_PER_SECOND)
     return StepSeconds(max(products, 1) * PRODUCT_SECONDS, lane)
 
 
-def count_fitting(
-    chosen: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh, slots: int
-) -> int:
-    """Returns how many lanes fit: half of the memory that data and updates leave.
-
-    Args: `chosen` are the settings `local`; `slots` is the clients of a round on each device,
-    the most that are returned.
+def count_fitting(local: Local, task: Task, data: FederatedData, slots: int) -> int:
+    """Returns how many lanes fit: half of the memory that data and updates leave; at most `slots`,
+    the clients of a round on each device.
     """
-    has = memory.available_bytes(mesh)
+    has = memory.available_bytes(local.execution.mesh)
     if has is None:
         return slots
     taken = memory.tree_bytes(
         [leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)]
     )
     taken += slots * memory.tree_bytes(jax.eval_shape(task.init, jax.random.key(0)))
-    return max(1, min(slots, (has - taken) // 2 // lane_bytes(chosen, task, data)))
+    return max(1, min(slots, (has - taken) // 2 // lane_bytes(local, task, data)))
 
 
-def lane_bytes(chosen: dict[str, Any], task: Task, data: FederatedData) -> int:
+def lane_bytes(local: Local, task: Task, data: FederatedData) -> int:
     """Returns about the bytes of a lane: its model, where it started, its gradient (and velocity),
     and what a step needs.
     """
     model = memory.tree_bytes(jax.eval_shape(task.init, jax.random.key(0)))
-    gram = 8 * data.max_client_samples**2 if chosen["first_layer"] == "dual" else 0  # and a copy
-    copies = 4 if chosen.get("momentum") else 3
-    return copies * model + gram + step_bytes(task, *batch_shapes(chosen, data))
+    is_dual = local.execution.first_layer == "dual"
+    gram = 8 * data.max_client_samples**2 if is_dual else 0  # and a copy
+    copies = 4 if local.momentum else 3
+    return copies * model + gram + step_bytes(task, *batch_shapes(local, data))
 
 
-def batch_shapes(chosen: dict[str, Any], data: FederatedData) -> tuple[Any, Any]:
+def batch_shapes(local: Local, data: FederatedData) -> tuple[Any, Any]:
     """Returns the shapes of the samples and labels of a mini-batch."""
-    size = min(chosen["batch_size"], data.max_client_samples)
+    size = min(local.batch_size, data.max_client_samples)
     x, y = (jax.ShapeDtypeStruct((size, *leaf.shape[1:]), leaf.dtype) for leaf in (data.x, data.y))
     return x, y
 

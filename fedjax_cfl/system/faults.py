@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.executor import as_program, then
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.keys import draw_permutation
-from fedjax_cfl.tree import leaf_norms, squared_norms, take_rows
+from fedjax_cfl.tree import squared_leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
@@ -85,12 +85,12 @@ def apply_stragglers(
     return jnp.where(late < faults.straggler, step_fraction * part, step_fraction)
 
 
-def flip_labels(faults: Faults, byzantine: jax.Array, data: FederatedData) -> FederatedData:
+def flip_labels(faults: Faults, attackers: jax.Array, data: FederatedData) -> FederatedData:
     """Returns the data that clients train on: with label_flip, attackers [K] see C - 1 - y."""
     if not faults.byzantine or faults.attack != "label_flip":
         return data
     check_classes(data.num_classes, "faults.attack=label_flip", "use sign_flip or noise")
-    theirs = (data.owner >= 0) & byzantine[data.owner]
+    theirs = (data.owner >= 0) & attackers[data.owner]
     return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
 
 
@@ -133,7 +133,7 @@ def guard_nonfinite(policy: str, upload: Upload) -> tuple[Upload, jax.Array, jax
     in its `extra` that is not. Returns (upload, bad [S] bool, number of the first bad leaf [S],
     that after the last one for `extra`, -1 for none).
     """
-    each = leaf_norms(upload.delta)
+    each = squared_leaf_norms(upload.delta)
     spoilt = (upload.weight > 0) & find_nonfinite(upload.extra, upload.weight.shape)
     finite = jnp.concatenate([jnp.isfinite(each), ~spoilt[None]])
     bad = ~jnp.isfinite(each.sum(0)) | spoilt
@@ -163,19 +163,19 @@ def clear_extra(upload: Upload, bad: jax.Array) -> Upload:
 
 
 def inject_faults(
-    faults: Faults, key: Key, cohort: Cohort, upload: Upload, byzantine: jax.Array
+    faults: Faults, key: Key, cohort: Cohort, upload: Upload, attackers: jax.Array
 ) -> tuple[Upload, FaultCounts]:
     """Applies faults to what the cohort sends, and then the guard against updates that are not
-    finite.
+    finite. Returns also what went wrong with each slot [S], see `FaultCounts`.
 
     Args: `key` is the round's for faults, from which every draw is derived by client;
-    `byzantine` [K] bool are the clients that attack, see `draw_byzantine`.
+    `attackers` [K] bool are the clients that attack, see `draw_byzantine`.
     """
     real = upload.weight > 0
-    attackers = silent = jnp.zeros_like(real)
+    attacks = silent = jnp.zeros_like(real)
     if faults.byzantine:
-        attackers = real & cohort.take(byzantine)
-        upload = apply_attack(faults, key, cohort, upload, attackers)
+        attacks = real & cohort.take(attackers)
+        upload = apply_attack(faults, key, cohort, upload, attacks)
     if faults.nan:
         broken = real & draw_failures(key, NAN, cohort, faults.nan)
         upload = upload.replace(delta=fill_rows(broken, jnp.nan, upload.delta))
@@ -183,12 +183,9 @@ def inject_faults(
         silent = real & draw_failures(key, DROPOUT, cohort, faults.dropout)
         upload = drop_updates(silent, upload)
     upload, bad, layer = guard_nonfinite(faults.nonfinite, upload)
-    # the first in the order of selection, whatever the slots
-    first = jnp.argmin(jnp.where(bad, cohort.rank, cohort.rank.size))
-    culprit = jnp.where(jnp.any(bad), jnp.stack([cohort.ids[first], layer[first]]), -1).astype(
-        jnp.int32
-    )
-    return upload, FaultCounts(silent.sum(), bad.sum(), attackers.sum(), culprit)
+    dropped, nonfinite, attacked = (each.astype(jnp.int32) for each in (silent, bad, attacks))
+    culprit = jnp.where(bad[:, None], jnp.stack([cohort.ids, layer], axis=1), -1)
+    return upload, FaultCounts(dropped, nonfinite, attacked, culprit.astype(jnp.int32))
 
 
 def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
@@ -204,8 +201,7 @@ def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
         def send(upload: Upload) -> tuple[Upload, FaultCounts]:
             cohort = Cohort(client[None], jnp.zeros(1, jnp.int32))
             each = jax.tree.map(lambda leaf: leaf[None], upload)
-            upload, counts = inject_faults(faults, key, cohort, each, attackers)
-            return take_rows(upload, 0), counts
+            return take_rows(inject_faults(faults, key, cohort, each, attackers), 0)
 
         return then(as_program(solve(client, data, own, client_inputs)), send)
 

@@ -68,8 +68,8 @@ def select_highest(
 ) -> Selection:
     """Selects the candidates whose group's model has the highest loss on their data.
 
-    Args: `losses` gives a cohort's losses [S, m] of the group models; `local` is resolved;
-    `clients_per_round` is the number of places; `candidates`, at least as many, are drawn;
+    Args: `losses` gives a cohort's losses [S, m] of the group models; `local` says how clients
+    train; `clients_per_round` is the number of places; `candidates`, at least as many, are drawn;
     `batch` is the number of samples that a loss is taken of, None: all of a client's. Raises
     InputError for fewer candidates.
     """

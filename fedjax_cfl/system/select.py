@@ -1,6 +1,6 @@
 """Which clients take part in a round: each function returns a `Selection`.
 
-Most selections remember nothing. `stateless` makes them of a function (key, round, size) -> ids
+Most selections remember nothing. `drawn_ahead` makes them of a function (key, round, size) -> ids
 [k] int32, in order of selection, without repeats, K in a place that stays empty; size [K] counts
 each client's training samples.
 
@@ -33,10 +33,9 @@ def memoryless(select: Callable[..., jax.Array]) -> Selection:
     return Selection(lambda data: (), select, lambda memory, state, cohort, upload, seconds: memory)
 
 
-def stateless(draw: Draw) -> Selection:
-    """Selects by `draw`, which remembers nothing.
-
-    Its cohorts are known before the run, so that samples on the host can be fetched ahead.
+def drawn_ahead(draw: Draw) -> Selection:
+    """Selects by `draw`, whose cohorts are known before the run: samples on the host can be fetched
+    ahead.
     """
     drawn = memoryless(lambda key, memory, state, data: draw(key, state.round, data.train.size))
     return drawn._replace(draw=draw)
@@ -44,7 +43,7 @@ def stateless(draw: Draw) -> Selection:
 
 def full_participation() -> Selection:
     """Takes all clients every round, in the order of their ids (Sattler et al.)."""
-    return stateless(lambda key, round, size: jnp.arange(len(size), dtype=jnp.int32))
+    return drawn_ahead(lambda key, round, size: jnp.arange(len(size), dtype=jnp.int32))
 
 
 def draw_trainable(clients_per_round: PositiveInt, in_turn: bool) -> Draw:
@@ -74,7 +73,7 @@ def draw_trainable(clients_per_round: PositiveInt, in_turn: bool) -> Draw:
 
 def uniform(clients_per_round: PositiveInt) -> Selection:
     """Selects uniformly without replacement every round (FedAvg), see `draw_trainable`."""
-    return stateless(draw_trainable(clients_per_round, in_turn=False))
+    return drawn_ahead(draw_trainable(clients_per_round, in_turn=False))
 
 
 def rr_then_random(clients_per_round: PositiveInt) -> Selection:
@@ -82,13 +81,13 @@ def rr_then_random(clients_per_round: PositiveInt) -> Selection:
     (the clustered trainers of the FlexCFL code), see `draw_trainable`. Where ids go group by group,
     so do the first rounds.
     """
-    return stateless(draw_trainable(clients_per_round, in_turn=True))
+    return drawn_ahead(draw_trainable(clients_per_round, in_turn=True))
 
 
 def from_table(table: np.ndarray) -> Selection:
     """Follows a table [T, k] of client ids; a run longer than the table starts over."""
     rows = jnp.asarray(table, jnp.int32)
-    return stateless(lambda key, round, size: rows[round % rows.shape[0]])
+    return drawn_ahead(lambda key, round, size: rows[round % rows.shape[0]])
 
 
 def py_sample(

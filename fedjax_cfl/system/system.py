@@ -1,9 +1,9 @@
 """The simulated system of a run: which clients are online, what fails, how long a round takes,
-and what it sends. No hook of a round depends on it; some starts read the selection, or what is
-done with updates that are not finite.
+and what it sends. Hooks are not given it: those that read the selection, or what is done with
+updates that are not finite (`clustering.assign.train_aside`), were made with it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,6 @@ from fedjax_cfl.types import (
     Cohort,
     FaultCounts,
     FederatedData,
-    Info,
     Key,
     Params,
     Poll,
@@ -146,57 +145,49 @@ class System(NamedTuple):
         """
         clock, clients, state = self.clock, data.num_clients, log.sent_state
         assert state is not None and log.sent_group is not None  # the cohort has been trained
-        served = cohort.ids < clients
-        answered = served & (counts.dropped == 0)
-        if log.poll is not None:
-            served &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
-        if not ships_model:
-            served = jnp.zeros_like(served)
+        real = cohort.ids < clients
+        answered, downloads = real & (counts.dropped == 0), real & ships_model
+        if log.poll is not None:  # who was sent its model by the poll is not sent it again
+            downloads &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
         upload = faults.clear_extra(upload, counts.nonfinite > 0)
-        duration = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
-        late, seconds = jnp.zeros((), jnp.int32), None
+        waited = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
+        duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
         if clock is not None:
-            sent = make_report(make_traffic(units_down=served, units_up=answered))
+            sent = make_report(make_traffic(units_down=downloads, units_up=answered))
             reports = [sent, *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
             end = clocks.end_round(
-                clock, state, data, cohort, log.sent_group, answered, seconds, duration
+                clock, state, data, cohort, log.sent_group, answered, seconds, waited
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
             answered &= ~end.gone
             upload = faults.drop_updates(end.late | end.gone, upload)
         report = make_report(
-            make_traffic(units_down=served, units_up=answered),
+            make_traffic(units_down=downloads, units_up=answered),
             fault_counts=sum_fault_counts(counts, cohort),
         )
         log = log._replace(planned=tuple(count_arrived(each, answered) for each in log.planned))
         return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
 
-    def follow_groups(self, before: State, after: State, reclustered: jax.Array | int = 0) -> State:
-        """Returns the state `after` with the clock of each group set: between `before` and `after`
-        groups may have begun or ended.
-        """
-        return clocks.merge_clocks(self.clock, before, after, reclustered)
-
-    def close(self, state: State, info: Info, log: RoundLog) -> tuple[State, Info]:
-        """Returns the state after the round's traffic and time, and its complete report."""
+    def close(self, state: State, log: RoundLog) -> tuple[State, dict[str, Any]]:
+        """Returns the state after the round's traffic and time, and what of `Info` was reported."""
         assert log.sent_state is not None and log.duration is not None and log.late is not None
         reports = log.add_up()
-        info = info.replace(
-            shifted=log.shifted,
-            migrated=reports.migrated,
-            reclustered=reports.reclustered,
-            fault_counts=add_fault_counts(state.start_faults, reports.fault_counts),
-            late=log.late,
-            seconds=log.duration.max(),
-        )
+        reported = {
+            "shifted": log.shifted,
+            "migrated": reports.migrated,
+            "reclustered": reports.reclustered,
+            "fault_counts": add_fault_counts(state.start_faults, reports.fault_counts),
+            "late": log.late,
+            "seconds": log.duration.max(),
+        }
         state = state.replace(
             traffic=add_traffic(state.traffic, reports.traffic),
             clock_ms=clocks.advance_clock(state.clock_ms, log.duration),
             start_faults=no_faults(),
         )
-        return self.follow_groups(log.sent_state, state), info
+        return clocks.merge_clocks(self.clock, log.sent_state, state), reported
 
 
 SystemLike = System | Selection  # a selection alone: nothing fails, and no time passes

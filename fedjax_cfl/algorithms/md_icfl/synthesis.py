@@ -22,7 +22,7 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
-from fedjax_cfl.tree import leaf_norms, take_rows, where_rows
+from fedjax_cfl.tree import squared_leaf_norms, take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
     Count,
@@ -280,7 +280,7 @@ def generator(
             keys = jax.random.split(key, (count, 3))
             variables = jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
             if warm_start:
-                finite = jnp.isfinite(leaf_norms(memory).sum(0))  # what is not would stay so
+                finite = jnp.isfinite(squared_leaf_norms(memory).sum(0))  # what is not stays so
                 variables = where_rows(finite, memory, variables)
             rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
             inputs = take_rows((keys, variables, models), rows)

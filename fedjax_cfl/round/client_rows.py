@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
+from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
@@ -41,14 +41,8 @@ from fedjax_cfl.types import (
 )
 
 
-def train_personal(
-    personal: Personal, task: Task, local: Local, system: System, hooks: Hooks
-) -> ClientFn:
-    """Returns how a client trains its group's model and what is its own.
-
-    Args: `personal` is what clients keep; the others are those of `engine.federated`. Raises
-    InputError for a method, a system or a task that it cannot be used with.
-    """
+def check_personal(personal: Personal, system: System, hooks: Hooks) -> None:
+    """Raises InputError for a method or a system that cannot be used with what clients keep."""
     if hooks.own_models:
         raise InputError(
             "personal: every client of this method has a model of its own already, without"
@@ -65,7 +59,6 @@ def train_personal(
             f"personal: {personal.name} moves the plain mean of its clients' models, but the server"
             " of this method makes another step; use personal=none, or another algorithm"
         )
-    return personal.train(task, local, hooks.solve)
 
 
 def init_own(personal: Personal, state: State) -> State:
@@ -153,7 +146,7 @@ def give_rows(
     server, mesh = find_server(local), local.execution.mesh
     if server is None:
         return state.own, work._replace(own=take_own(state, cohort, mesh)), []
-    state = follow_groups(local, state)
+    state = renew_rows(local, state)
     means, _ = average_rows(state)
     rows = take_own(state, cohort, mesh)
     given = jax.vmap(server.give)(rows, take_rows(means, work.group))
@@ -177,7 +170,7 @@ def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Up
     return state.replace(own=state.own.replace(group=group.set(work.group, mode="drop")))
 
 
-def move_groups(local: Local, state: State, step: Params) -> Params:
+def add_rows_to_step(local: Local, state: State, step: Params) -> Params:
     """Returns the step [m, ...] of the groups with what the rows of their members add to it."""
     server = find_server(local)
     if server is None or server.move is None:
@@ -200,7 +193,7 @@ def find_members(state: State) -> jax.Array:
     return jnp.where(only, jnp.argmax(state.active), state.assignment).astype(jnp.int32)
 
 
-def follow_groups(local: Local, state: State) -> State:
+def renew_rows(local: Local, state: State) -> State:
     """Returns the state in which the row of every client begins anew that has another group now.
 
     A group with the very model of the one before, such as a half of a group that was cut, is no
