@@ -22,7 +22,7 @@ from fedjax_cfl.analysis.trials import (
     describe,
     read_trials,
 )
-from fedjax_cfl.cli.names import SETTINGS
+from fedjax_cfl.cli.names import GRID_SETTINGS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.labels import parse_overrides
@@ -92,7 +92,7 @@ def train_together(chosen: list[str], seeds: tuple[int, ...]) -> list[str]:
     what a grid refuses.
     """
     given = parse_overrides(chosen)
-    several = [name for name in SETTINGS if "," in given.get(name, "")]
+    several = [name for name in GRID_SETTINGS if "," in given.get(name, "")]
     together = ["seed"] * (len(seeds) > 1) + several
     alone = {"vectorize", "coordinator"} & given.keys() or given.get("resident") == "host"
     return [] if alone or not together else [f"vectorize=[{','.join(together)}]"]
