@@ -39,7 +39,7 @@ def list_runs() -> dict[str, list[list[str]]]:
         return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
     once = {f"algorithm-{name}": [f"algorithm={name}"] for name in names("algorithm")}
-    drifts = [name for name in names("drift") if name != "by_time"]  # needs data with times
+    drifts = [name for name in names("drift") if name not in ("by_time", "by_stage")]
     once |= {f"drift-{name}": [*IFCA, f"drift={name}"] for name in drifts}
     once |= {f"selection-{name}": [*IFCA, f"selection={name}"] for name in names("selection")}
     once |= {

@@ -125,8 +125,7 @@ def federate(
         x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
     else:
         x = pool.x[rows]
-    sides = ~holdings.test, holdings.test
-    train, test = (build_client_index(np.flatnonzero(s), owner[s], clients) for s in sides)
+    train, test = build_views(owner, holdings.test, clients)
     return FederatedData(
         x=jnp.asarray(x),
         y=jnp.asarray(y, pool.y.dtype),
@@ -134,6 +133,7 @@ def federate(
         train=train,
         test=test,
         concept=jnp.asarray(groups, jnp.int32),
+        concepts=None if concept else stage_groups(holdings),
         shifted=jnp.zeros(clients, bool),
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
@@ -143,6 +143,18 @@ def federate(
         client_names=known_names(holdings),
         class_names=pool.class_names,
     )
+
+
+def build_views(
+    owner: np.ndarray, test: np.ndarray, clients: int
+) -> tuple[ClientIndex, ClientIndex]:
+    """Returns who has which holdings for training, and for testing, by their owners [N] and whether
+    they are for testing [N] bool.
+    """
+    train, tests = (
+        build_client_index(np.flatnonzero(side), owner[side], clients) for side in (~test, test)
+    )
+    return train, tests
 
 
 def check_turned(concept: Callable | None, on_host: bool) -> None:
@@ -168,8 +180,17 @@ def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def known_groups(holdings: Partition, clients: int) -> np.ndarray:
-    """Returns the true groups [K] int32 that a partition names, -1 where it names none."""
-    return np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+    """Returns the true groups [K] int32 that a partition names, -1 where it names none, or other
+    ones in other stages: together these are a mixture.
+    """
+    groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+    return groups if groups.ndim == 1 else np.where((groups == groups[0]).all(0), groups[0], -1)
+
+
+def stage_groups(holdings: Partition) -> jax.Array | None:
+    """Returns the true groups [T, K] int32 of each stage, None where a partition has no stages."""
+    groups = holdings.concept
+    return None if groups is None or groups.ndim == 1 else jnp.asarray(groups, jnp.int32)
 
 
 def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
@@ -368,6 +389,7 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
         train=view(~is_test),
         test=view(is_test),
         concept=cut(data.concept, clients),
+        concepts=None if data.concepts is None else data.concepts[:, clients],
         shifted=cut(data.shifted, clients),
         sample=jnp.asarray(sample, jnp.int32),
         turns=cut(data.turns, rows),

@@ -58,9 +58,11 @@ def make_row(
 
 def count_concepts(data: FederatedData) -> int:
     """Returns how many true groups the clients of a run have, numbered 0, 1, ...; 0 if they are not
-    known or more than `MOST_CONCEPTS`. A drift moves clients between them and adds none.
+    known or more than `MOST_CONCEPTS`. A drift moves clients between them, or between those of all
+    stages.
     """
-    count = int(np.max(jax.device_get(data.concept), initial=-1)) + 1
+    every = data.concept if data.concepts is None else data.concepts
+    count = int(np.max(jax.device_get(every), initial=-1)) + 1
     return count if count <= MOST_CONCEPTS else 0
 
 
