@@ -3,6 +3,7 @@ the oracle; refusals.
 """
 
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +16,13 @@ import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.known_groups import found_groups, known_groups
 from fedjax_cfl.data import datasets, stages
+from fedjax_cfl.data.concept import exchange_pairs, rotate
 from fedjax_cfl.data.datasets.drifting import CHANGES
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.partition import by_user
+from fedjax_cfl.data.graded import class_subsets, graded
+from fedjax_cfl.data.partition import by_user, iid
 from fedjax_cfl.models import MCLR, as_task
+from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.system import select
 
 KEY = jax.random.key(3)
@@ -141,6 +145,132 @@ def test_a_drift_without_stages_knows_no_groups_and_clients_can_be_taken():
 
 def _with_concept(pool):
     return pool, by_user(pool), lambda x, y, owner, clients, classes: (x, y, np.arange(clients))
+
+
+K, SIZE, CLASSES = 12, 12, 8  # of clients, of their samples, of classes
+
+
+def make_images(partition=iid, **settings):
+    rng = np.random.RandomState(7)
+    x = rng.rand(K * SIZE, 4, 4).astype(np.float32)
+    pool = cfl.Pool(x, rng.permutation(K * SIZE).astype(np.int32) % CLASSES, CLASSES)
+    return pool, partition(pool, clients=K, test_fraction=0.25, **settings)
+
+
+def show(made, data, rounds):
+    """Returns who has what after each round: sets of (x, y, test) by client, and true groups."""
+    seen = []
+    for now, shifted in follow(made, data, rounds):
+        x, y = np.asarray(now.x), np.asarray(now.y)
+        rows = np.arange(y.size) if now.sample is None else np.asarray(now.sample)
+        both = [
+            {
+                (x[rows[n]].tobytes(), int(y[n]), side == "test")
+                for side in ("train", "test")
+                for n in rows_of(getattr(now, side), k)
+            }
+            for k in range(K)
+        ]
+        seen.append((both, now.concept.tolist(), shifted))
+    return seen[1:]
+
+
+@pytest.mark.parametrize(
+    "kind, rounds, begins",
+    [
+        ("sudden", [2], [[2]] * 3),
+        ("incremental", [2, 3, 5], [[2], [3], [5]]),
+        ("recurring", [2, 4], [[2, 4]] * 3),
+    ],
+)
+def test_pairs_of_classes_are_exchanged_on_schedule(kind, rounds, begins):
+    """FedCCFA's three patterns, a fiftieth as long."""
+    pool, held = make_images()
+    made = stages.scheduled(kind, rounds)
+    concept = partial(exchange_pairs, stages=2)
+    data = made.federate(pool, held, concept)
+    assert data.train.size.sum() == 2 * (~held.test).sum()
+    assert made.max_client_samples(data) == SIZE * 3 // 4
+    for number, (rows, concepts, shifted) in enumerate(show(made, data, 7)):
+        for k in range(K):
+            part = {0: 0, 1: 0, 2: 0, 3: 1, 4: 1, 5: 1}.get(k % 10, 2)
+            later = sum(number >= begin for begin in begins[part]) % 2
+            one, two = [(1, 2), (3, 4), (5, 6)][part]
+            mine = np.flatnonzero(held.owner == k)
+            labels = pool.y[held.sample[mine]].tolist()
+            if later:
+                labels = [{one: two, two: one}.get(label, label) for label in labels]
+            x = [pool.x[n].tobytes() for n in held.sample[mine]]
+            assert rows[k] == set(zip(x, labels, held.test[mine].tolist(), strict=True))
+            assert concepts[k] == (part + 1 if later else 0)
+            assert shifted[k] == (number in begins[part])
+
+
+@pytest.mark.parametrize("shift", ["x", "y_given_x", "x_given_y"])
+def test_clients_see_another_pattern_in_the_next_stage(shift):
+    pool, held = make_images()
+    concept = partial(graded, shift=shift, level=3, seed=2)
+    made = stages.scheduled(rounds=[1])
+    owner = np.concatenate([held.owner, held.owner + K])
+    rows, test = np.tile(held.sample, 2), np.tile(held.test, 2)
+    x, y, groups = concept(pool.x[rows], pool.y[rows], owner, 2 * K, CLASSES)
+    first, second = show(made, made.federate(pool, held, concept), 2)
+    for stage, (found, concepts, _) in enumerate((first, second)):
+        assert concepts == groups[stage * K : (stage + 1) * K].tolist()
+        for k in range(K):
+            mine = np.flatnonzero(owner == stage * K + k)
+            assert found[k] == {(x[n].tobytes(), int(y[n]), bool(test[n])) for n in mine}
+    changed = groups[:K] != groups[K:]
+    assert second[2].tolist() == changed.tolist() and 2 < changed.sum()
+
+
+def test_clients_exchange_samples_for_a_shift_of_classes():
+    pool, held = make_images(class_subsets, level=8, subsets=4)
+    made = stages.scheduled("sudden", [1, 2], stages=3, exchange=True)
+    owner = {pool.x[n].tobytes(): k for n, k in zip(held.sample.tolist(), held.owner, strict=True)}
+    givers = []
+    for rows, concepts, shifted in show(made, made.federate(pool, held), 3):
+        from_whom = [{owner[one[0]] for one in own} for own in rows]
+        assert all(len(one) == 1 for one in from_whom)
+        givers.append([one.pop() for one in from_whom])
+        assert concepts == held.concept[givers[-1]].tolist()
+        assert len(givers) == 1 or shifted.all()
+    assert givers[0] == list(range(K)) and all(sorted(one) == givers[0] for one in givers)
+    for one, other in ((0, 1), (1, 2), (0, 2)):
+        assert all(a != b for a, b in zip(givers[one], givers[other], strict=True))
+
+
+@pytest.mark.nightly
+def test_a_run_that_was_interrupted_before_a_stage_goes_on(fedjax_cfl, tmp_path):
+    ask = "dataset=digits concept=graded concept.shift=y_given_x concept.level=2 drift=scheduled"
+    ask += " drift.rounds=[3] algorithm=known_groups algorithm.m=2 dataset.clients=12 rounds={}"
+    for rounds, folder in ((2, "a"), (5, "a"), (5, "b")):
+        status, _, error = fedjax_cfl(ask.format(rounds) + f" run_dir={tmp_path / folder}")
+        assert status == 0, error
+    rows, whole = (read_metrics(tmp_path / folder) for folder in "ab")
+    assert [row["macro_accuracy"] for row in rows] == [row["macro_accuracy"] for row in whole]
+    assert [row["ari"] for row in rows] == [1.0] * 5
+    assert [row["shifted_clients"] > 0 for row in rows] == [False, False, False, True, False]
+
+
+def test_schedules_that_do_not_fit_are_refused():
+    one_line("drift.kind=sudden needs one round for each", stages.scheduled, rounds=[3, 5])
+    one_line("drift.kind=incremental needs 2 to 10", stages.scheduled, "incremental", [3])
+    one_line("drift.kind=recurring needs at least", stages.scheduled, "recurring", [3])
+    for rounds in ([], [0], [3, 3], 5):
+        one_line("drift.rounds", stages.scheduled, rounds=rounds)
+    pool, held = make_images()
+    make = stages.federate_stages
+    one_line("nothing would change", make, pool, held)
+    same = partial(rotate, groups=4, shuffle=False)
+    one_line("the same true group in all stages", make, pool, held, same)
+    for pairs in ([], [[1, 1]], [[1, 2, 3]], [1, 2], [[0, -1]]):
+        one_line("concept.pairs", make, pool, held, partial(exchange_pairs, pairs=pairs, stages=2))
+    one_line("class 8; the data have 8", make, pool, held, partial(exchange_pairs, pairs=[[0, 8]]))
+    own = datasets.sine(samples=2, test_samples=2)
+    one_line("have stages of their own", make, own, by_user(own), exchange=True)
+    made = stages.scheduled(rounds=[1, 2, 3], stages=4)
+    one_line("have no stages, or too few", made.max_client_samples, make_data()[0])
 
 
 def test_bad_input_is_refused():

@@ -190,14 +190,15 @@ def check_task(config: dict[str, Any], pool: Pool) -> None:
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
     """Returns the data of all clients, those to be held out included."""
-    return federate(
-        pool,
-        instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
-        functools.partial(instantiate_target, "concept", config["concept"])
-        if config["concept"]
-        else None,
-        on_host=config["resident"] == "host",
-    )
+    held = instantiate_target("shared_samples", config["shared_samples"], pool, holdings)
+    concept = None
+    if config["concept"]:
+        concept = functools.partial(instantiate_target, "concept", config["concept"])
+    drift = instantiate_target("drift", config["drift"])
+    on_host = config["resident"] == "host"
+    if drift.federate and not on_host:
+        return drift.federate(pool, held, concept)
+    return federate(pool, held, concept, on_host=on_host)
 
 
 def fit_cohort(config: dict[str, Any], num_clients: int) -> int | None:

@@ -361,6 +361,7 @@ def format_description(data: FederatedData) -> str:
             f" {n['median_train']:g})"
         ),
         *without,
+        *([] if data.concepts is None else [f"in {len(data.concepts)} stages"]),
     ]
     return ", ".join(parts)
 
