@@ -90,6 +90,8 @@ class Partition(NamedTuple):
     code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
     label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
     shared: np.ndarray | None = None  # [N] bool, True for copies that the server gave out
+    # [N] bool, True for samples that nobody trains on, to choose a round by; None: there are none
+    validation: np.ndarray | None = None
 
 
 class ClientIndex(struct.PyTreeNode):
@@ -144,6 +146,8 @@ class FederatedData(struct.PyTreeNode):
     time: jax.Array | None = None
     # [T, K] int32, ground-truth groups in stage 0, 1, ..., which `time` names; None: no stages
     concepts: jax.Array | None = None
+    # samples to choose a round by, as `test`; they do not drift; None: there are none
+    validation: ClientIndex | None = None
     # what the source calls its clients; None: their numbers
     client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
     # what the source calls class 0, 1, ...; None: their numbers

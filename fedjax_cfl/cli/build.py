@@ -78,14 +78,14 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
+    share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
+    check_extras(config, drift)
     pool, holdings = deal_samples(config)
     if not config["evaluate"]["validation"]:
         say(describe_unused(config, pool, holdings))
     data = federate_samples(config, pool, holdings)
     if config["evaluate"]["part"] == "validation":
         say(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
-    share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
-    check_extras(config, drift)
     if share:
         data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
     by = config["dataset"]["standardize"]
@@ -150,6 +150,7 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     to be scored on samples that are not set apart.
     """
     share, part = (config["evaluate"][name] for name in ("validation", "part"))
+    chooses = bool(asks_validation(config))
     if part == "validation" and not share:
         raise InputError(
             "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
@@ -158,8 +159,19 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     check_task(config, pool)
     holdings = instantiate_target("partition", config["partition"], pool)
     if share:
-        holdings = set_apart_validation(holdings, share, config["seed"], part)
+        keep = "both" if chooses and part == "test" else part
+        holdings = set_apart_validation(holdings, share, config["seed"], keep)
+        if chooses and part == "validation":
+            holdings = holdings._replace(validation=holdings.test)
     return pool, holdings
+
+
+def asks_validation(config: dict[str, Any]) -> str | None:
+    """Returns the setting by which rounds are judged on validation samples, None: none is."""
+    choose, patience = (config["evaluate"][name] for name in ("choose", "patience"))
+    if choose != "last":
+        return f"evaluate.choose={choose}"
+    return f"evaluate.patience={patience}" if patience else None
 
 
 def name_task(config: dict[str, Any]) -> dict[str, Any]:
@@ -259,11 +271,29 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
             raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
+    if asked := asks_validation(config):
+        check_choice(config, asked, needs | {"drift=none": drift.moves})
     if config["dataset"]["standardize"] == "client" and drift.moves:
         raise InputError(
             "dataset.standardize=client: samples would change clients with the scale of their first"
             " one; use pool, or drift=none"
         )
+
+
+def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> None:
+    """Raises InputError for a run whose rounds cannot be judged on validation samples.
+
+    Args: `asked` is the setting that wants it; `needs` are others, and whether they are missed.
+    """
+    evaluate = config["evaluate"]
+    needs |= {"evaluate.validation=0.2, or another share": not evaluate["validation"]}
+    if evaluate["choose"] != "last":  # these begin with the last models
+        needs |= {
+            f"evaluate.{name}=0": bool(evaluate[name])
+            for name in ("finetune", "new_clients", "similarity")
+        }
+    for setting in (setting for setting, missed in needs.items() if missed):
+        raise InputError(f"{asked}: needs {setting}")
 
 
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
@@ -404,6 +434,8 @@ def build_settings(
         {part: config[part]["name"] for part in ("algorithm", "dataset")},
         choices,
         config,
+        config["evaluate"]["choose"],
+        config["evaluate"]["patience"],
     )
 
 

@@ -76,6 +76,8 @@ OWN_RULES = {
         "dataset.standardize": Standardize,
         "evaluate.validation": BelowOne,
         "evaluate.part": Literal["test", "validation"],
+        "evaluate.choose": Literal["last", "best_validation"],
+        "evaluate.patience": NaturalInt,  # tests
         "evaluate.finetune": NaturalInt,  # epochs
         "evaluate.new_clients": BelowOne,
         "evaluate.similarity": NaturalInt,  # clients

@@ -110,10 +110,13 @@ def read_trials(folder: Path) -> list[Trial]:
 
 
 def score(rows: list[dict[str, Any]]) -> float:
-    """Returns the mean score over clients, each counted once, of the last tenth of the tests;
-    NaN where there is none.
+    """Returns the mean score over clients, each counted once, of the last tenth of the tests, or in
+    the round that a run has chosen; NaN where there is none.
     """
     name = f"macro_{score_of(rows).name}"
+    chosen = rows[-1].get("chosen_round") if rows else None
+    if chosen is not None:
+        rows = [row for row in rows if row["round"] == chosen]
     tests = [row[name] for row in rows if row.get(name) is not None]
     return float(np.mean(tests[-max(1, round(LAST * len(tests))) :])) if tests else float("nan")
 

@@ -168,9 +168,8 @@ def _fold(data: FederatedData, holdings: Partition, stages: int) -> FederatedDat
         )
     everyone = np.asarray(data.owner)
     owner = everyone % count
-    test = np.zeros(owner.size, bool)
-    test[np.asarray(data.test.order)] = True
-    train, tests = build_views(owner, test, count)
+    test = np.tile(holdings.test, stages)
+    train, tests, _ = build_views(holdings._replace(owner=owner, test=test), count)
     lasting = np.where((concepts == concepts[0]).all(0), concepts[0], -1)
     return data.replace(
         owner=jnp.asarray(owner),
