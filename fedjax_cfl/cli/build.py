@@ -45,6 +45,7 @@ from fedjax_cfl.validation import check_arguments, flatten_settings
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 # those of a `Plan`
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
+NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
 NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
@@ -78,7 +79,7 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
-    share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
+    drift, newcomers = instantiate_target("drift", config["drift"]), name_newcomers(config)
     check_extras(config, drift)
     pool, holdings = deal_samples(config)
     if not config["evaluate"]["validation"]:
@@ -86,8 +87,8 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     data = federate_samples(config, pool, holdings)
     if config["evaluate"]["part"] == "validation":
         say(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
-    if share:
-        data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
+    if any(config["evaluate"][name] for name in NEWCOMERS):
+        data = take_clients(data, hold_out(config, data)[0])
     by = config["dataset"]["standardize"]
     say(describe_scales(data, by))
     data, scaling = standardize(data, by)
@@ -107,10 +108,28 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
     check_data(algorithm, task, drift, data)
     trace_on_numbers(algorithm, drift, data)
     check_mixture(config, algorithm, data)
-    if share:
-        make = with_selection(config, task, data, local)
-        check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
+    if newcomers:
+        make, key = with_selection(config, task, data, local), jax.random.key(config["seed"])
+        setting = f"evaluate.{newcomers}"
+        check_rule(make, data, key, config["clients_per_round"], setting)
     return Setup(algorithm, task, data, drift, mesh, scaling), local
+
+
+def name_newcomers(config: dict[str, Any]) -> str | None:
+    """Returns the setting that holds out the clients which a run meets at its end: those for
+    testing, or, of a run that reads no test sample, those for validation. None: it meets none.
+    """
+    evaluate = config["evaluate"]
+    if evaluate["part"] == "validation" and evaluate["validation_clients"]:
+        return "validation_clients"
+    return "new_clients" if evaluate["new_clients"] else None
+
+
+def hold_out(config: dict[str, Any], data: FederatedData) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the clients that take part, and those that the run meets at its end."""
+    share, apart = (config["evaluate"][name] for name in NEWCOMERS)
+    kept, *held = hold_out_clients(data, share, config["seed"], apart)
+    return kept, held[name_newcomers(config) == "validation_clients"]
 
 
 def say(line: str | None) -> None:
@@ -266,8 +285,8 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         "resident=device": config["resident"] == "host",
         "coordinator=null": config["coordinator"] is not None,
     }
-    for extra in ("finetune", "new_clients", "similarity"):
-        wrong = needs | ({"drift=none": drift.moves} if extra == "new_clients" else {})
+    for extra in ("finetune", *NEWCOMERS, "similarity"):
+        wrong = needs | ({"drift=none": drift.moves} if extra in NEWCOMERS else {})
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
             raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
@@ -290,7 +309,7 @@ def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> 
     if evaluate["choose"] != "last":  # these begin with the last models
         needs |= {
             f"evaluate.{name}=0": bool(evaluate[name])
-            for name in ("finetune", "new_clients", "similarity")
+            for name in ("finetune", *NEWCOMERS, "similarity")
         }
     for setting in (setting for setting, missed in needs.items() if missed):
         raise InputError(f"{asked}: needs {setting}")

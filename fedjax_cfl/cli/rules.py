@@ -80,6 +80,7 @@ OWN_RULES = {
         "evaluate.patience": NaturalInt,  # tests
         "evaluate.finetune": NaturalInt,  # epochs
         "evaluate.new_clients": BelowOne,
+        "evaluate.validation_clients": BelowOne,
         "evaluate.similarity": NaturalInt,  # clients
         "local.width": Annotated[int | str, WIDTH],
         "preset.l2": NonNegativeFloat | None,

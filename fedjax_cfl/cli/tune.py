@@ -1,7 +1,8 @@
 """Chooses settings on validation samples and tests the chosen ones once: `fedjax-cfl tune`.
 
 Trials train every combination of the values given, on two seeds, and are scored on samples that
-were set apart from each client's training (`evaluate.validation`): no trial reads a test sample.
+were set apart from each client's training (`evaluate.validation`), of all clients or, with
+`evaluate.validation_clients`, of clients that took no part: no trial reads a test sample.
 The combination with the best mean is then trained on other seeds and tested. Nobody trains on
 the samples set apart, in the last runs neither, so that clients keep their sizes.
 """
@@ -104,7 +105,9 @@ def read_trials(folder: Path) -> list[Trial]:
         run = read_run(folder / row["run"], None)
         empty = Trial(settings, [], [], score_of(run["rows"]))
         trial = found.setdefault(tuple(settings.items()), empty)
-        trial.scores.append(score(run["rows"]))
+        met = f"validation_clients_macro_{trial.kind.name}"  # of clients held out, where there are
+        value = run[met] if met in run else score(run["rows"])
+        trial.scores.append(float("nan") if value is None else value)
         trial.units.append(run["units"] or 0.0)
     return list(found.values())
 
