@@ -148,10 +148,10 @@ def _repeat(holdings: Partition, heir: np.ndarray) -> Partition:
         name: None if (values := getattr(holdings, name)) is None else np.tile(values, stages)
         for name in ("sample", "test", "code", "shared")
     }
-    groups = holdings.concept
-    if groups is not None:
+    groups, own = None, holdings.concept
+    if own is not None:
         groups = np.empty(stages * count, np.int32)
-        groups[row + heir] = holdings.concept
+        groups[row + heir] = own
     owner = (row + heir)[:, holdings.owner].reshape(-1).astype(np.int32)
     return holdings._replace(**columns, owner=owner, concept=groups, client_names=None)
 
@@ -199,52 +199,56 @@ def show_stages(
     """
 
     def show(data: FederatedData, memory: StageMemory, stage: jax.Array, moves: jax.Array):
-        assert data.concepts is not None and data.time is not None, "see `check_stages`"
-        tested = jnp.minimum(stage + prequential, len(data.concepts) - 1)
-        time = data.time
+        concepts, time = check_stages(name, data, stages)
+        tested = jnp.minimum(stage + prequential, len(concepts) - 1)
 
         def edit(owner: jax.Array) -> jax.Array:
             wanted = jnp.where(memory.is_test, tested[memory.owner], stage[memory.owner])
             visible = (time == wanted) | (time < 0)
             return jnp.where(visible, memory.owner, -1)
 
-        concept = data.concepts[stage, jnp.arange(data.num_clients)]
+        concept = concepts[stage, jnp.arange(data.num_clients)]
         return edit_owners(data.replace(concept=concept), moves, edit)
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, StageMemory]:
-        check_stages(name, data, stages)
+        concepts, _ = check_stages(name, data, stages)
         is_test = jnp.zeros(data.owner.size, bool).at[data.test.order].set(True, mode="drop")
         memory = StageMemory(data.owner, is_test)
-        stage = find_stage(0, data.num_clients, len(data.concepts))
+        stage = find_stage(0, data.num_clients, len(concepts))
         return show(data, memory, stage, jnp.bool_(True)), memory
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
     ) -> tuple[FederatedData, Any, jax.Array]:
+        concepts, _ = check_stages(name, data, stages)
         before, stage = (
-            find_stage(number, data.num_clients, len(data.concepts))
+            find_stage(number, data.num_clients, len(concepts))
             for number in (jnp.maximum(round - 1, 0), round)
         )
         moves, client = before != stage, jnp.arange(data.num_clients)
-        was, now = data.concepts[before, client], data.concepts[stage, client]
+        was, now = concepts[before, client], concepts[stage, client]
         shifted = moves & (fresh | (was != now) | (now < 0))
         return show(data, memory, stage, jnp.any(moves)), memory, shifted
 
     def max_client_samples(data: FederatedData) -> int:
-        check_stages(name, data, stages)
+        concepts, time = check_stages(name, data, stages)
         train = np.asarray(data.train.order)
-        owner, time = np.asarray(data.owner)[train], np.asarray(data.time)[train]
-        counts = np.zeros((data.num_clients, len(data.concepts) + 1), int)
-        np.add.at(counts, (owner, time), 1)  # -1, always there, is the last column
+        counts = np.zeros((data.num_clients, len(concepts) + 1), int)
+        np.add.at(
+            counts, (np.asarray(data.owner)[train], np.asarray(time)[train]), 1
+        )  # -1, always there, is the last column
         return int((counts[:, :-1] + counts[:, -1:]).max())
 
     return Drift(init, apply, max_client_samples)
 
 
-def check_stages(name: str, data: FederatedData, stages: int) -> None:
-    """Raises InputError for data of fewer stages."""
+def check_stages(name: str, data: FederatedData, stages: int) -> tuple[jax.Array, jax.Array]:
+    """Returns the true groups [T, K] in each stage, and the stage [N] of each holding, -1: it is in
+    all of them. Raises InputError for data of fewer `stages`; `name` is that of the drift.
+    """
     if data.concepts is None or data.time is None or len(data.concepts) < stages:
         raise InputError(
             f"{name}: the data have no stages, or too few; use dataset=sine, circle or sea with"
             " drift=by_stage, federate_stages in Python, or another drift"
         )
+    return data.concepts, data.time
