@@ -280,7 +280,8 @@ def test_bad_input_is_refused():
     one_line("names concept 3, and there are 2", datasets.sea, "B", theta=[1.0, 2.0])
     one_line("dataset.source.noise", datasets.circle, noise=2.0)
     one_line("drift.period", stages.by_stage, 0)
-    one_line("dataset.source.theta", datasets.sea, theta=["high"])
+    for theta in (["high"], []):
+        one_line("dataset.source.theta", datasets.sea, theta=theta)
     plain = make_data()[0].replace(concepts=None)
     one_line("the data have no stages", stages.by_stage().max_client_samples, plain)
     one_line("the data have no stages", stages.by_stage().init, KEY, plain)

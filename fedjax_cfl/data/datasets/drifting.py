@@ -65,7 +65,11 @@ Changes = Annotated[
     ),
 ]
 
-Limits = Annotated[Sequence[float], each(rule_of(FiniteFloat) or ANYTHING)]
+NUMBERS = each(rule_of(FiniteFloat) or ANYTHING)
+Limits = Annotated[
+    Sequence[float],
+    Rule("a list of one or more numbers", lambda value: NUMBERS.holds(value) and len(value) > 0),
+]
 
 
 def sine(
