@@ -70,7 +70,8 @@ class Pool(NamedTuple):
     # [N] bool, True in the source's own test split, where it has one
     test: np.ndarray | None = None
     client_names: tuple[str | int, ...] | None = None  # [K] as the source has it, None: numbers
-    concept: np.ndarray | None = None  # [K] int32, the true group of each natural owner
+    # [K] int32, the true group of each natural owner; [T, K]: in each stage, which `time` names
+    concept: np.ndarray | None = None
     source: np.ndarray | None = None  # [N] int32, where each sample is from, if from several
     # [N] int32, when each sample came into being, in units of the source; None: not known
     time: np.ndarray | None = None
@@ -84,11 +85,14 @@ class Partition(NamedTuple):
     sample: np.ndarray  # [N] int64, index into the pool
     owner: np.ndarray  # [N] int32, client 0 .. K - 1
     test: np.ndarray  # [N] bool, True for test samples
-    concept: np.ndarray | None = None  # [K] int32, the true group of each client
+    # [K] int32, the true group of each client; [T, K]: in each stage
+    concept: np.ndarray | None = None
     client_names: tuple[str | int, ...] | None = None  # [K] as the source gives them
     code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
     label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
     shared: np.ndarray | None = None  # [N] bool, True for copies that the server gave out
+    # [N] bool, True for samples that nobody trains on, to choose a round by; None: there are none
+    validation: np.ndarray | None = None
 
 
 class ClientIndex(struct.PyTreeNode):
@@ -141,6 +145,10 @@ class FederatedData(struct.PyTreeNode):
     # [N] int32, when each holding came into being, -1: before the run, and it never leaves;
     # None: not known
     time: jax.Array | None = None
+    # [T, K] int32, ground-truth groups in stage 0, 1, ..., which `time` names; None: no stages
+    concepts: jax.Array | None = None
+    # samples to choose a round by, as `test`; they do not drift; None: there are none
+    validation: ClientIndex | None = None
     # what the source calls its clients; None: their numbers
     client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
     # what the source calls class 0, 1, ...; None: their numbers

@@ -39,8 +39,11 @@ def list_runs() -> dict[str, list[list[str]]]:
         return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
 
     once = {f"algorithm-{name}": [f"algorithm={name}"] for name in names("algorithm")}
-    drifts = [name for name in names("drift") if name != "by_time"]  # needs data with times
+    special = "by_time", "by_stage", "scheduled"  # need data with times, or stages
+    drifts = [name for name in names("drift") if name not in special]
     once |= {f"drift-{name}": [*IFCA, f"drift={name}"] for name in drifts}
+    staged = [*IFCA, "drift=scheduled", "drift.rounds=[2]", "concept=exchange_pairs"]
+    once |= {"drift-scheduled": staged, "drift-by_stage": [*IFCA, "dataset=sine", "drift.period=2"]}
     once |= {f"selection-{name}": [*IFCA, f"selection={name}"] for name in names("selection")}
     once |= {
         "faults": [*IFCA, *(f"faults.{kind}=0.2" for kind in ("dropout", "straggler", "nan"))],

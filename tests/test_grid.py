@@ -238,6 +238,7 @@ def test_the_first_axis_is_outermost():
         "seed": 0,
         "coordinator": None,
         "resident": "device",
+        "evaluate": {"patience": 0},
     }
     assert grid_points(grid_axes(config)) == [
         {"seed": 4, "algorithm.eta_g": 0.0},

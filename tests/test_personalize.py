@@ -118,13 +118,20 @@ def test_new_clients_have_not_been_met(toy, linear, local, models):
 
 
 def test_only_clients_that_can_be_scored_are_held_out(toy):
-    kept, held = hold_out_clients(toy, 0.4, 0)
+    kept, held, _ = hold_out_clients(toy, 0.4, 0)
     assert len(held) == 6 and sorted([*kept, *held]) == list(range(14))
     assert (np.asarray(toy.train.size)[held] > 0).all() and (
         np.asarray(toy.test.size)[held] > 0
     ).all()
     with pytest.raises(InputError, match=r"evaluate.new_clients=0.99: 14 of 14 clients cannot"):
         hold_out_clients(toy, 0.99, 0)
+    with pytest.raises(InputError, match=r"evaluate.validation_clients=0.01: 0 of 14 clients"):
+        hold_out_clients(toy, 0.4, 0, 0.01)
+    with pytest.raises(InputError, match=r"evaluate.new_clients=0.4: 6 of 14 clients cannot"):
+        hold_out_clients(toy, 0.4, 0, 0.5)
+    kept, held, apart = hold_out_clients(toy, 0.2, 0, 0.3)
+    assert (len(held), len(apart)) == (3, 4)
+    assert sorted([*kept, *held, *apart]) == list(range(14))
 
 
 @pytest.mark.nightly

@@ -4,11 +4,20 @@ import json
 
 import jax
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import trials
 from fedjax_cfl.cli import main, tune
+from fedjax_cfl.cli.build import (
+    assemble,
+    deal_samples,
+    federate_samples,
+    hold_out,
+    name_newcomers,
+    resolve_settings,
+)
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition
@@ -148,12 +157,58 @@ def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
         (["local.lr=1,2"], 1, "local.lr"),
         (["local.lr=1"], 1, None),
         (["local.lr=1,2", "resident=host"], 2, None),
+        (["local.lr=1,2", "evaluate.patience=3"], 2, None),
         (["local.lr=1,2", "vectorize=[local.lr]"], 2, None),
     ],
 )
 def test_what_can_be_is_trained_as_one_program(chosen, seeds, together):
     expected = [f"vectorize=[{together}]"] if together else []
     assert tune.train_together(chosen, tuple(range(seeds))) == expected
+
+
+def test_trials_are_scored_by_the_clients_held_out_for_validation(tmp_path):
+    (tmp_path / "index.csv").write_text("run,seed\n0,1000\n1,1001\n2,1002\n")
+    for n, more in enumerate(({"macro": 0.9}, {"macro": None}, {})):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        row = {"round": 1, "macro_accuracy": 0.4, "units_up": 2, "accuracy": 0.5}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        found = {f"validation_clients_{name}_accuracy": value for name, value in more.items()}
+        summary = {"algorithm": "fedavg", "dataset": "digits", "seed": 1000 + n, **found}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    (trial_,) = trials.read_trials(tmp_path)
+    assert trial_.scores == pytest.approx([0.9, float("nan"), 0.4], nan_ok=True)
+
+
+def test_clients_for_validation_are_met_by_trials_alone(monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # the tests chose already
+    line = "algorithm=fedavg dataset.clients=20 evaluate.validation=0.2 evaluate.new_clients=0.1"
+    for part, met, count in (
+        ("test", "new_clients", 2),
+        ("validation", "validation_clients", 4),
+    ):
+        ask = f"{line} evaluate.validation_clients=0.2 evaluate.part={part}".split()
+        config, _, data, _ = assemble(ask)
+        everybody = federate_samples(config, *deal_samples(config))
+        kept, held = hold_out(config, everybody)
+        assert name_newcomers(config) == met and len(held) == count
+        assert data.num_clients == len(kept) == 14 and not set(kept) & set(held)
+        assert int(data.train.size.sum()) == int(np.asarray(everybody.train.size)[kept].sum())
+    assert name_newcomers(resolve_settings([*line.split(), "evaluate.part=validation"])) == (
+        "new_clients"
+    )
+
+
+@pytest.mark.nightly
+def test_a_run_measures_the_clients_for_validation(fedjax_cfl, tmp_path):
+    line = "algorithm=ifca algorithm.m=2 rounds=3 discard=none dataset.clients=20 run_dir=r"
+    line += " evaluate.validation=0.3 evaluate.validation_clients=0.2 evaluate.part=validation"
+    status, _, error = fedjax_cfl(line)
+    assert status == 0, error
+    summary = json.loads((tmp_path / "r" / "summary.json").read_text())
+    new = pq.read_table(tmp_path / "r" / "new_clients.parquet").to_pydict()
+    assert summary["new_clients"] == len(new["client"]) == 4
+    assert summary["validation_clients_macro_accuracy"] == pytest.approx(np.mean(new["accuracy"]))
 
 
 @pytest.mark.parametrize("given", ["seed=1", "evaluate.part=test", "hydra.sweep.dir=x"])

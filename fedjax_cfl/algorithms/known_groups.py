@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
@@ -21,12 +22,13 @@ from fedjax_cfl.round.hooks import Hooks, Start
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, Selection, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
 def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt) -> Algorithm:
-    """FedAvg within the true groups, 0 .. m - 1; groups that the data do not have are not in use.
+    """FedAvg within the true groups, 0 .. m - 1; groups that the data do not have are not in use,
+    and one that appears later begins with the mean of the models that its clients had.
 
     A client whose group is not known (-1) neither trains nor is served, also from the round in
     which its data become a mixture. As under other methods, one that has had no training samples
@@ -43,12 +45,32 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         before, group = state.assignment, true_groups(data, m)
         moved = jnp.sum((before >= 0) & (group != before)).astype(jnp.int32)
+        state = found_groups(state, before, group)
         return state.replace(assignment=group), make_report().replace(migrated=moved)
 
     system = as_system(system)
     system = system._replace(select=leave_out_unknown(system.select, m))
     hooks = Hooks(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
     return federated(task, local, system, hooks)._replace(check_data=partial(check_groups, m))
+
+
+def found_groups(state: State, before: jax.Array, group: jax.Array) -> State:
+    """Returns the state with a model for each group that appears: the mean of those that its
+    clients, `group` [K] now, had in their groups `before` [K]; of clients without one it keeps its
+    first.
+    """
+    numbers = jnp.arange(state.active.size)
+    joins, left = group[:, None] == numbers, before[:, None] == numbers  # [K, m]
+    share = joins.T.astype(jnp.float32) @ left  # [m, m], clients of each way
+    new = joins.any(axis=0) & ~state.active
+    share = jnp.where((new & (share.sum(1) > 0))[:, None], share, jnp.eye(numbers.size))
+    share /= share.sum(1, keepdims=True)
+
+    def move() -> Params:
+        return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1), state.groups)
+
+    groups = lax.cond(jnp.any(new), move, lambda: state.groups)
+    return state.replace(groups=groups, active=state.active | new)
 
 
 def true_groups(data: FederatedData, m: int) -> jax.Array:
@@ -69,8 +91,9 @@ def leave_out_unknown(select: Selection, m: int) -> Selection:
 
 def check_groups(m: int, data: FederatedData) -> None:
     """Raises InputError for data without true groups, or with other ones than 0 .. m - 1."""
-    most = int(np.max(np.asarray(data.concept))) + 1
-    if most < 1:
+    known = int(np.max(np.asarray(data.concept))) + 1
+    most = known if data.concepts is None else int(np.max(np.asarray(data.concepts))) + 1
+    if known < 1:
         raise InputError(
             "algorithm=known_groups: the true groups of these data are not known, or a drift"
             " mixes them at once; use concept=rotate or permute_labels, a partition of groups,"

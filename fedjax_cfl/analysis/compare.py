@@ -123,6 +123,11 @@ def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
                 f"note: {group['label']} holds the same seed more than once (seeds"
                 f" {group['seeds']}), so its sd is too small"
             )
+        if chosen := sum("chosen_round" in run for run in group["members"]):
+            print(
+                f"note: {chosen} of {group['runs']} runs of {group['label']} report the round that"
+                " was best on validation samples; it is also what best and final are"
+            )
         alone = sum("speedup" not in run for run in group["members"])
         if baseline is not None and alone:
             print(
@@ -143,7 +148,10 @@ def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         run
         | {
-            f"shared_best_{score_of(run['rows']).name}": best_over(run["rows"], window),
+            # a round that was chosen on validation samples is nobody's best test
+            f"shared_best_{(name := score_of(run['rows']).name)}": run[f"best_{name}"]
+            if "chosen_round" in run
+            else best_over(run["rows"], window),
             "shared_evaluations": len(window),
         }
         for run, window in shared

@@ -36,6 +36,7 @@ MEASURES: dict[str, tuple[str, float, int | None]] = {
     "shared_evaluations": ("shared tests", 1, 0),
     "final_accuracy": ("final %", 100, 2),
     "last10_evals_accuracy": ("last 10 tests %", 100, 2),
+    "chosen_round": ("round chosen on validation", 1, 1),
     "macro_accuracy": ("macro %", 100, 2),
     "worst10_accuracy": ("worst 10 %", 100, 2),
     "best_rmse": ("best RMSE", 1, None),

@@ -180,7 +180,8 @@ def _plot_score(axes: Axes, rows: list[dict[str, Any]]) -> None:
     best = summarize_rows(rows)
     if best["best_round"] is not None:
         value = best[f"best_{score.name}"]
-        label = f"best: {score.format(value, 1)} at round {best['best_round']}"
+        word = "chosen on validation samples" if "chosen_round" in best else "best"
+        label = f"{word}: {score.format(value, 1)} at round {best['best_round']}"
         axes.plot(
             best["best_round"],
             value,

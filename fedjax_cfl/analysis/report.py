@@ -57,6 +57,7 @@ SHOWN = (
     "mae",
     "r2",
     "ari",
+    "chosen_round",
 )
 MEASURED = {name: MEASURES[name] for name in SHOWN}
 MARK = '<meta name="generator" content="fedjax-cfl report">'
@@ -293,6 +294,7 @@ def render(found: Found, images: dict[str, bytes]) -> str:
         headings=[(MEASURED | COST_WORDS)[name][0] for name in names],
         scored=[score for score in SCORES if score in map(score_of_set, groups)],
         groups=[_line(group, names) for group in groups],
+        chosen=any(group["chosen_round"][2] for group in groups),
         paired=[MEASURED[name][0] for name in keep_known(PAIRED, groups)],
         differences=_list_differences(groups),
         runs=found.runs,

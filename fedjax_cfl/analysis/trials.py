@@ -71,16 +71,21 @@ def read_trials(folder: Path) -> list[Trial]:
         run = read_run(run_dir, None)
         empty = Trial(settings, [], [], score_of(run["rows"]))
         trial = found.setdefault(tuple(settings.items()), empty)
-        trial.scores.append(score(run["rows"]))
+        met = f"validation_clients_macro_{trial.kind.name}"  # of clients held out, where there are
+        value = run[met] if met in run else score(run["rows"])
+        trial.scores.append(float("nan") if value is None else value)
         trial.units.append(run["units"] or 0.0)
     return list(found.values())
 
 
 def score(rows: list[dict[str, Any]]) -> float:
-    """Returns the mean score over clients, each counted once, of the last tenth of the tests;
-    NaN where there is none.
+    """Returns the mean score over clients, each counted once, of the last tenth of the tests, or in
+    the round that a run has chosen; NaN where there is none.
     """
     name = f"macro_{score_of(rows).name}"
+    chosen = rows[-1].get("chosen_round") if rows else None
+    if chosen is not None:
+        rows = [row for row in rows if row["round"] == chosen]
     tests = [row[name] for row in rows if row.get(name) is not None]
     return float(np.mean(tests[-max(1, round(LAST * len(tests))) :])) if tests else float("nan")
 

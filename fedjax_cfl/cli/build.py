@@ -42,6 +42,7 @@ from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selectio
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
+NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
 NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
@@ -75,16 +76,16 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
+    drift, newcomers = instantiate_target("drift", config["drift"]), name_newcomers(config)
+    check_extras(config, drift)
     pool, holdings = deal_samples(config)
     if not config["evaluate"]["validation"]:
         say(describe_unused(config, pool, holdings))
     data = federate_samples(config, pool, holdings)
     if config["evaluate"]["part"] == "validation":
         say(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
-    share, drift = config["evaluate"]["new_clients"], instantiate_target("drift", config["drift"])
-    check_extras(config, drift)
-    if share:
-        data = take_clients(data, hold_out_clients(data, share, config["seed"])[0])
+    if any(config["evaluate"][name] for name in NEWCOMERS):
+        data = take_clients(data, hold_out(config, data)[0])
     by = config["dataset"]["standardize"]
     say(describe_scales(data, by))
     data, scaling = standardize(data, by)
@@ -104,10 +105,28 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     check_data(algorithm, task, drift, data)
     check_regression(algorithm, drift, data)
     check_mixture(config, algorithm, data)
-    if share:
-        make = with_selection(config, task, data, local)
-        check_rule(make, data, jax.random.key(config["seed"]), config["clients_per_round"])
+    if newcomers:
+        make, key = with_selection(config, task, data, local), jax.random.key(config["seed"])
+        setting = f"evaluate.{newcomers}"
+        check_rule(make, data, key, config["clients_per_round"], setting)
     return Setup(algorithm, task, data, drift, mesh, scaling), local
+
+
+def name_newcomers(config: dict[str, Any]) -> str | None:
+    """Returns the setting that holds out the clients which a run meets at its end: those for
+    testing, or, of a run that reads no test sample, those for validation. None: it meets none.
+    """
+    evaluate = config["evaluate"]
+    if evaluate["part"] == "validation" and evaluate["validation_clients"]:
+        return "validation_clients"
+    return "new_clients" if evaluate["new_clients"] else None
+
+
+def hold_out(config: dict[str, Any], data: FederatedData) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the clients that take part, and those that the run meets at its end."""
+    share, apart = (config["evaluate"][name] for name in NEWCOMERS)
+    kept, *held = hold_out_clients(data, share, config["seed"], apart)
+    return kept, held[name_newcomers(config) == "validation_clients"]
 
 
 def say(line: str | None) -> None:
@@ -147,6 +166,7 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     to be scored on samples that are not set apart.
     """
     share, part = (config["evaluate"][name] for name in ("validation", "part"))
+    chooses = bool(asks_validation(config))
     if part == "validation" and not share:
         raise InputError(
             "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
@@ -155,8 +175,19 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     check_task(config, pool)
     holdings = instantiate_target("partition", config["partition"], pool)
     if share:
-        holdings = set_apart_validation(holdings, share, config["seed"], part)
+        keep = "both" if chooses and part == "test" else part
+        holdings = set_apart_validation(holdings, share, config["seed"], keep)
+        if chooses and part == "validation":
+            holdings = holdings._replace(validation=holdings.test)
     return pool, holdings
+
+
+def asks_validation(config: dict[str, Any]) -> str | None:
+    """Returns the setting by which rounds are judged on validation samples, None: none is."""
+    choose, patience = (config["evaluate"][name] for name in ("choose", "patience"))
+    if choose != "last":
+        return f"evaluate.choose={choose}"
+    return f"evaluate.patience={patience}" if patience else None
 
 
 def choose_source(config: dict[str, Any]) -> dict[str, Any]:
@@ -187,14 +218,15 @@ def check_task(config: dict[str, Any], pool: Pool) -> None:
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
     """Returns the data of all clients, those to be held out included."""
-    return federate(
-        pool,
-        instantiate_target("shared_samples", config["shared_samples"], pool, holdings),
-        functools.partial(instantiate_target, "concept", config["concept"])
-        if config["concept"]
-        else None,
-        on_host=config["resident"] == "host",
-    )
+    held = instantiate_target("shared_samples", config["shared_samples"], pool, holdings)
+    concept = None
+    if config["concept"]:
+        concept = functools.partial(instantiate_target, "concept", config["concept"])
+    drift = instantiate_target("drift", config["drift"])
+    on_host = config["resident"] == "host"
+    if drift.federate and not on_host:
+        return drift.federate(pool, held, concept)
+    return federate(pool, held, concept, on_host=on_host)
 
 
 def shrink_cohort(config: dict[str, Any], num_clients: int) -> int | None:
@@ -250,16 +282,34 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         "resident=device": config["resident"] == "host",
         "coordinator=null": config["coordinator"] is not None,
     }
-    for extra in ("finetune", "new_clients", "similarity"):
-        wrong = needs | ({"drift=none": drift.moves} if extra == "new_clients" else {})
+    for extra in ("finetune", *NEWCOMERS, "similarity"):
+        wrong = needs | ({"drift=none": drift.moves} if extra in NEWCOMERS else {})
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
             raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
+    if asked := asks_validation(config):
+        check_choice(config, asked, needs | {"drift=none": drift.moves})
     if config["dataset"]["standardize"] == "client" and drift.moves:
         raise InputError(
             "dataset.standardize=client: samples would change clients with the scale of their first"
             " one; use pool, or drift=none"
         )
+
+
+def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> None:
+    """Raises InputError for a run whose rounds cannot be judged on validation samples.
+
+    Args: `asked` is the setting that wants it; `needs` are others, and whether they are missed.
+    """
+    evaluate = config["evaluate"]
+    needs |= {"evaluate.validation=0.2, or another share": not evaluate["validation"]}
+    if evaluate["choose"] != "last":  # these begin with the last models
+        needs |= {
+            f"evaluate.{name}=0": bool(evaluate[name])
+            for name in ("finetune", *NEWCOMERS, "similarity")
+        }
+    for setting in (setting for setting, missed in needs.items() if missed):
+        raise InputError(f"{asked}: needs {setting}")
 
 
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
@@ -400,6 +450,8 @@ def build_settings(
         names={part: config[part]["name"] for part in ("algorithm", "dataset")},
         choices=choices,
         everything=config,
+        choose=config["evaluate"]["choose"],
+        patience=config["evaluate"]["patience"],
     )
 
 

@@ -8,7 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import build_local, deal_samples, federate_samples, with_selection
+from fedjax_cfl.cli.build import (
+    build_local,
+    deal_samples,
+    federate_samples,
+    hold_out,
+    name_newcomers,
+    with_selection,
+)
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
@@ -23,7 +30,6 @@ from fedjax_cfl.simulation.personalize import (
     assign_newcomers,
     compare_updates,
     finetune_clients,
-    hold_out_clients,
     next_key,
 )
 from fedjax_cfl.simulation.regression import ErrorMetrics
@@ -35,8 +41,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     """Returns what measures the extras that the settings of a run ask for; `local` is how its
     clients train.
     """
-    names = "finetune", "new_clients", "similarity"
-    epochs, share, compared = (config["evaluate"][name] for name in names)
+    epochs, compared = (config["evaluate"][name] for name in ("finetune", "similarity"))
     algorithm, task = setup.algorithm, setup.task
     at_once = config["clients_per_round"]
 
@@ -53,7 +58,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
             tuned = finetune(algorithm.serve(result.state), result.data, result)
             found.columns[f"finetuned_{name}"] = getattr(tuned, name)
             found.numbers[f"finetuned_{name}"] = mean_score(tuned)
-        if share:
+        if name_newcomers(config):
             new, population = add_newcomers(found, config, setup, result)
             if epochs:
                 tuned = finetune(new.served, population, result)
@@ -78,9 +83,9 @@ def add_newcomers(
 
     Args: `config` are all settings of the run, `setup` its parts, `result` what it left.
     """
-    share, at_once = config["evaluate"]["new_clients"], config["clients_per_round"]
+    at_once = config["clients_per_round"]
     everybody = federate_samples(config, *deal_samples(config))
-    kept, held = hold_out_clients(everybody, share, config["seed"])
+    kept, held = hold_out(config, everybody)
     population = take_clients(everybody, np.concatenate([kept, held]))
     population, _ = standardize(population, config["dataset"]["standardize"], kept.size)
     task, mesh = setup.task, setup.mesh
@@ -99,6 +104,11 @@ def add_newcomers(
     found.numbers["new_clients"] = len(held)
     found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
     found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics)
+    if name_newcomers(config) == "validation_clients":
+        values = np.asarray(getattr(new.metrics, score.name))
+        known = values[np.isfinite(values)]
+        mean = float(known.mean()) if known.size else float("nan")
+        found.numbers[f"validation_clients_macro_{score.name}"] = mean
     return new, population
 
 

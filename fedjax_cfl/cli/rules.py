@@ -76,8 +76,11 @@ OWN_RULES = {
         "dataset.standardize": Standardize,
         "evaluate.validation": BelowOne,
         "evaluate.part": Literal["test", "validation"],
+        "evaluate.choose": Literal["last", "best_validation"],
+        "evaluate.patience": NaturalInt,  # tests
         "evaluate.finetune": NaturalInt,  # epochs
         "evaluate.new_clients": BelowOne,
+        "evaluate.validation_clients": BelowOne,
         "evaluate.similarity": NaturalInt,  # clients
         "local.width": Annotated[int | str, WIDTH],
         "preset.l2": NonNegativeFloat | None,

@@ -88,6 +88,11 @@ def grid_axes(config: dict) -> dict[str, list]:
             "resident=host: a grid of runs trains on data that are on the devices; leave out"
             " vectorize and seeds"
         )
+    if found and config["evaluate"]["patience"]:
+        raise InputError(
+            f"evaluate.patience={config['evaluate']['patience']}: a grid of runs ends as one; leave"
+            " out vectorize and seeds"
+        )
     for name, values in found.items():
         if len(set(values)) < len(values):
             raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")

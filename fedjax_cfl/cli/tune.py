@@ -1,7 +1,8 @@
 """Chooses settings on validation samples and tests the chosen ones once: `fedjax-cfl tune`.
 
 Trials train every combination of the values given, on two seeds, and are scored on samples that
-were set apart from each client's training (`evaluate.validation`): no trial reads a test sample.
+were set apart from each client's training (`evaluate.validation`), of all clients or, with
+`evaluate.validation_clients`, of clients that took no part: no trial reads a test sample.
 The combination with the best mean is then trained on other seeds and tested. Nobody trains on
 the samples set apart, in the last runs neither, so that clients keep their sizes.
 """
@@ -94,7 +95,8 @@ def train_together(chosen: list[str], seeds: tuple[int, ...]) -> list[str]:
     given = parse_overrides(chosen)
     several = [name for name in GRID_SETTINGS if "," in given.get(name, "")]
     together = ["seed"] * (len(seeds) > 1) + several
-    alone = {"vectorize", "coordinator"} & given.keys() or given.get("resident") == "host"
+    refused = {"vectorize", "coordinator", "evaluate.patience"} & given.keys()
+    alone = refused or given.get("resident") == "host"
     return [] if alone or not together else [f"vectorize=[{','.join(together)}]"]
 
 

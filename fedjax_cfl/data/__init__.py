@@ -1,6 +1,6 @@
 """Data: pools of samples, who holds them, and how that changes over rounds."""
 
-from fedjax_cfl.data import concept, datasets, drift, partition, perturb, stream
+from fedjax_cfl.data import concept, datasets, drift, partition, perturb, stages, stream
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.data.scaling import standardize
 
@@ -11,6 +11,7 @@ __all__ = [
     "federate",
     "partition",
     "perturb",
+    "stages",
     "standardize",
     "stream",
 ]

@@ -7,15 +7,29 @@ the true group of each client.
 """
 
 import math
+from collections.abc import Sequence
+from typing import Annotated
 
 import numpy as np
 
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import PositiveInt, Seed
+from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_value, whole
 
-__all__ = ["permute_labels", "rotate"]
+__all__ = ["exchange_pairs", "permute_labels", "rotate"]
+TEN = 10  # clients are parted by the last digit of their number
+CLASS = whole(0)
+PAIRS = Rule(
+    f"a list of 1 to {TEN} pairs of two classes, as [[1,2],[3,4]]",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and 1 <= len(value) <= TEN
+        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
+        and all(all(map(CLASS.holds, pair)) and pair[0] != pair[1] for pair in value)
+    ),
+)
+Pairs = Annotated[Sequence[Sequence[int]], PAIRS]
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -82,6 +96,45 @@ def permute_labels(
     while len(tables) < groups:
         tables.setdefault(tuple(rng.permutation(num_classes).tolist()))
     return x, np.array(list(tables), y.dtype)[concept[owner], y], concept
+
+
+def exchange_pairs(
+    x: np.ndarray,
+    y: np.ndarray,
+    owner: np.ndarray,
+    clients: int,
+    num_classes: int,
+    *,
+    pairs: Pairs = ((1, 2), (3, 4), (5, 6)),
+    stages: PositiveInt = 1,
+) -> ConceptArrays:
+    """Exchanges two classes of each client, those of the pair of its part, see `find_part`; of
+    several stages not in the first, where all are in group 0 (FedCCFA,
+    https://arxiv.org/abs/2410.18478).
+
+    Args: `y` [N] are the labels, `owner` [N] the client of each; `clients` is K, or T K in
+    T `stages`; `num_classes` is C; `pairs` are at most 10. `x` is returned as it is. Raises
+    InputError for pairs that are no two classes of the data.
+    """
+    check_classes(num_classes, "concept=exchange_pairs", "use concept=none")
+    check_value("concept.pairs", pairs, PAIRS)
+    table = np.array(pairs)
+    if table.max() >= num_classes:
+        raise InputError(
+            f"concept.pairs={pairs}: class {table.max()}; the data have {num_classes}, from 0 on"
+        )
+    client = np.arange(clients) % (clients // stages)
+    later = np.arange(clients) >= (clients // stages if stages > 1 else 0)
+    concept = np.where(later, find_part(client, len(pairs)) + (stages > 1), 0).astype(np.int32)
+    maps = np.tile(np.arange(num_classes), (len(pairs) + (stages > 1), 1))
+    for own, pair in zip(maps[-len(pairs) :], table, strict=True):
+        own[pair] = pair[::-1]
+    return x, maps[concept[owner], y].astype(y.dtype), concept
+
+
+def find_part(client: np.ndarray, parts: int) -> np.ndarray:
+    """Returns the part [n] of clients [n]: of three, numbers that end in 0 to 2, 3 to 5, 6 to 9."""
+    return np.minimum(client % TEN // (TEN // parts), parts - 1)
 
 
 def draw_concepts(clients: int, groups: int, shuffle: bool, seed: int) -> np.ndarray:

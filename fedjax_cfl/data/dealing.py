@@ -104,14 +104,14 @@ def join_clients(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Par
 
 
 def set_apart_validation(
-    holdings: Partition, share: float, seed: int, part: Literal["test", "validation"]
+    holdings: Partition, share: float, seed: int, part: Literal["test", "validation", "both"]
 ) -> Partition:
     """Takes a share of each client's training samples out of its training, for the choice between
     runs: at least two of them and never all, and none where a client has fewer than ten.
 
     Args: `share` in [0, 1); `part`: what the client is tested on, its test samples, or, as if it
-    had no others, those that were set apart. The samples of the other part are left out. Raises
-    InputError where the last client then has none.
+    had no others, those that were set apart; the samples of the other part are left out. With both,
+    they are kept as `validation`. Raises InputError where the last client then has none.
     """
     rng, count = RandomState(seed), int(holdings.owner.max(initial=-1)) + 1
     train = np.flatnonzero(~holdings.test)
@@ -120,6 +120,8 @@ def set_apart_validation(
         if len(own) >= LEAST_TO_SHARE:
             kept = max(1, min(count_train(len(own), share), len(own) - 2))
             apart[train[rng.permutation(own)[kept:]]] = True
+    if part == "both":
+        return holdings._replace(validation=apart)
     keep = ~apart if part == "test" else apart | ~holdings.test
     if count and not keep[holdings.owner == count - 1].any():
         raise InputError(

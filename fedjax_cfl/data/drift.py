@@ -47,6 +47,8 @@ class Drift(NamedTuple):
     # on the host: the most training samples a client may ever hold
     max_client_samples: Callable[[FederatedData], int] = lambda data: data.max_client_samples
     moves: bool = True  # False: nothing ever changes
+    # (pool, holdings, concept) -> the data that it needs; None: those of `federate`
+    federate: Callable[..., FederatedData] | None = None
 
 
 class SwapDraws(NamedTuple):

@@ -34,7 +34,7 @@ def check_arrays(pool: Pool, on_host: bool) -> Pool:
 
 def check_holdings(holdings: Partition, samples: int) -> Partition:
     """Returns a partition with the types of `Partition`. Raises InputError for one that does not
-    fit a pool of so many samples.
+    fit a pool of so many samples, and where no client holds a training sample.
     """
     sample, owner, test = (
         np.asarray(part) for part in (holdings.sample, holdings.owner, holdings.test)
@@ -60,6 +60,7 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
         )
+    check_training(holdings._replace(owner=owner, test=test.astype(bool)))
     return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
 
 
@@ -102,7 +103,6 @@ def federate(
     """
     pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
     owner = holdings.owner
-    check_training(holdings)
     check_writable("client", holdings.client_names)
     check_writable("class", pool.class_names)
     clients = int(owner.max()) + 1 if clients is None else clients
@@ -125,8 +125,7 @@ def federate(
         x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
     else:
         x = pool.x[rows]
-    sides = ~holdings.test, holdings.test
-    train, test = (build_client_index(np.flatnonzero(s), owner[s], clients) for s in sides)
+    train, test, validation = build_views(holdings, clients)
     return FederatedData(
         x=jnp.asarray(x),
         y=jnp.asarray(y, pool.y.dtype),
@@ -134,6 +133,8 @@ def federate(
         train=train,
         test=test,
         concept=jnp.asarray(groups, jnp.int32),
+        concepts=None if concept else stage_groups(holdings),
+        validation=validation,
         shifted=jnp.zeros(clients, bool),
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
@@ -143,6 +144,18 @@ def federate(
         client_names=known_names(holdings),
         class_names=pool.class_names,
     )
+
+
+def build_views(
+    holdings: Partition, clients: int
+) -> tuple[ClientIndex, ClientIndex, ClientIndex | None]:
+    """Returns who of the K `clients` has which holdings for training, for testing, and to choose a
+    round by, None: there are none of these.
+    """
+    owner, test, apart = holdings.owner, holdings.test, holdings.validation
+    sides = (~test, test) if apart is None else (~test & ~apart, test, apart)
+    views = [build_client_index(np.flatnonzero(side), owner[side], clients) for side in sides]
+    return views[0], views[1], views[2] if len(views) > 2 else None
 
 
 def check_turned(concept: Callable | None, on_host: bool) -> None:
@@ -168,8 +181,17 @@ def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def known_groups(holdings: Partition, clients: int) -> np.ndarray:
-    """Returns the true groups [K] int32 that a partition names, -1 where it names none."""
-    return np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+    """Returns the true groups [K] int32 that a partition names, -1 where it names none, or other
+    ones in other stages: together these are a mixture.
+    """
+    groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
+    return groups if groups.ndim == 1 else np.where((groups == groups[0]).all(0), groups[0], -1)
+
+
+def stage_groups(holdings: Partition) -> jax.Array | None:
+    """Returns the true groups [T, K] int32 of each stage, None where a partition has no stages."""
+    groups = holdings.concept
+    return None if groups is None or groups.ndim == 1 else jnp.asarray(groups, jnp.int32)
 
 
 def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
@@ -340,6 +362,7 @@ def format_description(data: FederatedData) -> str:
             f" {n['median_train']:g})"
         ),
         *without,
+        *([] if data.concepts is None else [f"in {len(data.concepts)} stages"]),
     ]
     return ", ".join(parts)
 
@@ -350,10 +373,10 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
     number[clients] = np.arange(clients.size)
     owner = number[np.asarray(data.owner)]
     rows = np.flatnonzero(owner >= 0)
-    is_test = np.zeros(data.y.size, bool)
-    is_test[np.asarray(data.test.order)] = True
 
-    def view(mask: np.ndarray):
+    def view(whole: ClientIndex) -> ClientIndex:
+        mask = np.zeros(data.y.size, bool)
+        mask[np.asarray(whole.order)] = True
         kept = np.flatnonzero(mask[rows])
         return build_client_index(kept, owner[rows][kept], clients.size)
 
@@ -365,9 +388,11 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
     return data.replace(
         y=cut(data.y, rows),
         owner=jnp.asarray(owner[rows]),
-        train=view(~is_test),
-        test=view(is_test),
+        train=view(data.train),
+        test=view(data.test),
+        validation=data.validation and view(data.validation),
         concept=cut(data.concept, clients),
+        concepts=None if data.concepts is None else data.concepts[:, clients],
         shifted=cut(data.shifted, clients),
         sample=jnp.asarray(sample, jnp.int32),
         turns=cut(data.turns, rows),

@@ -58,7 +58,8 @@ def share_samples(
         label = holdings.label_maps[holdings.code // TURNS, label]
     counts = np.bincount(label, minlength=pool.num_classes)
     rarest = np.argsort(counts, kind="stable")[: round(label_share * pool.num_classes)]
-    tested = holdings.sample[holdings.test]
+    apart = holdings.test if holdings.validation is None else holdings.test | holdings.validation
+    tested = holdings.sample[apart]
     free = np.flatnonzero(~np.isin(holdings.sample, tested))
     rng, drawn = np.random.RandomState(seed), []
     for wanted in np.sort(rarest):
@@ -81,12 +82,16 @@ def _give_to_all(holdings: Partition, given: np.ndarray) -> Partition:
     def extend(array: np.ndarray) -> np.ndarray:
         return np.concatenate([array, array[copies]])
 
+    def none_of(mask: np.ndarray) -> np.ndarray:
+        return np.concatenate([mask, np.zeros(copies.size, bool)])
+
     return holdings._replace(
         sample=extend(holdings.sample),
         owner=np.concatenate(
             [holdings.owner, np.repeat(np.arange(clients), given.size)], dtype=holdings.owner.dtype
         ),
-        test=np.concatenate([holdings.test, np.zeros(copies.size, bool)]),
+        test=none_of(holdings.test),
         code=None if holdings.code is None else extend(holdings.code),
+        validation=None if (apart := holdings.validation) is None else none_of(apart),
         shared=np.concatenate([np.zeros(holdings.owner.size, bool), np.ones(copies.size, bool)]),
     )

@@ -89,7 +89,7 @@ def open_assignments(run_dir: Path, clients: np.ndarray) -> Iterator[AssignmentL
         def append(round: int, grouping: Grouping) -> None:
             nonlocal written
             repair()
-            both = [np.asarray(column)[clients] for column in grouping]
+            both = [np.asarray(column)[clients] for column in grouping[:2]]
             record = np.concatenate([[round], *both]).astype("<i4").tobytes()
             handle.write(record)
             handle.flush()

@@ -30,6 +30,8 @@ WORDS = {
         ("worst10", "worst 10 % of clients"),
     )
 } | {
+    "validation_macro_accuracy": "validation accuracy, mean over clients",
+    "validation_macro_rmse": "validation RMSE, mean over clients",
     "mae": "MAE",
     "r2": "R2",
     "best_rmse": "best RMSE",
@@ -50,7 +52,10 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
     score = find_score(summary)
     if name == f"best_{score.name}":
         said = score.format(value)
-        return f"{said} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
+        where = f"in round {summary.get('best_round')}"
+        if "chosen_round" in summary:
+            return f"{said} {where}, the best on validation samples"
+        return f"{said} {where}, of {summary.get('best_of')} tests"
     if "accuracy" in name or "_f1" in name:
         return f"{value:.2%}"
     if name.endswith("_per_s"):
@@ -87,6 +92,8 @@ def final_table(summary: dict[str, Any]) -> Table:
     for name, value in summary.items():
         if name not in headline and value is not None:
             words = WORDS.get(name, name.replace("_", " "))
+            if "chosen_round" in summary and name.startswith("best_"):
+                words = words.removeprefix("best ")
             table.add_row(words, escape_markup(_cell(name, summary)))
     return table
 
@@ -163,6 +170,8 @@ SUMMARY_FIELDS = (
     "drift",
     "seed",
     "rounds",
+    "chosen_round",
+    "ended_early",
     "best_round",
     "best_of",
     "ari",
@@ -226,12 +235,15 @@ def format_summary(summary: dict) -> dict:
         f"{score.words} per true group": f"concept_{score.name}",
     }
     scored = {words: to_plain(summary.get(name)) or [] for words, name in named.items()}
+    hidden = {f"final_{score.name}", f"last10_evals_best_{score.name}"}  # said, or chosen by tests
+    hidden = hidden if "chosen_round" in summary else set()
     return {
         name: summary[name]
         for name in summary
         if name in SUMMARY_FIELDS
         or (name.endswith((score.name, *ERRORS)) and not isinstance(summary[name], list))
         or "_f1" in name
+        if name not in hidden
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
         **{

@@ -4,6 +4,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from fedjax_cfl.errors import warn
 from fedjax_cfl.runs import checkpoint, results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
 from fedjax_cfl.runs.labels import find_version, name_parts
-from fedjax_cfl.runs.record import CHECKPOINTS, save_final
+from fedjax_cfl.runs.record import CHECKPOINTS, find_chosen, save_final
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.runs.trackers import Opener
 from fedjax_cfl.simulation import memory
@@ -70,8 +71,13 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
         "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
     )
     extras = measured or Extras({}, {}, {})
+    rows = results.read_metrics(run_dir)
+    number = rows[-1].get("chosen_round")
     tables: dict[str, Callable[[], dict[str, Any]]] = {
-        results.CLIENTS_FILE: lambda: describe_clients(setup, result) | extras.columns
+        results.CLIENTS_FILE: lambda: (
+            describe_clients(setup, result, number and find_chosen(run_dir, number))
+            | extras.columns
+        )
     }
     tables |= {name: lambda table=table: table for name, table in extras.tables.items()}
     for name, make in tables.items():
@@ -86,7 +92,6 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
         f"{ASSIGNMENTS_FILE} is not written",
         lambda: finish_assignments(run_dir, recorded, clients, fingerprint, run_id),
     )
-    rows = results.read_metrics(run_dir)
     summary = build_summary(member, rows, setup, result) | extras.numbers
     summary |= {"run_id": run_id, "data_id": member.settings.data_digest, "clients": clients}
     attempt("curves.png is not drawn", lambda: member.draw(run_dir, summary), without_disk=True)
@@ -121,10 +126,17 @@ def find_fingerprint(run_dir: Path, step: int) -> list[Any] | None:
     return None
 
 
-def describe_clients(setup: Setup, result: Result) -> dict[str, Any]:
-    """Returns the columns of clients.parquet that every run has."""
+def describe_clients(
+    setup: Setup, result: Result, chosen: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the columns of clients.parquet that every run has: of the last round, or of the
+    `chosen` one, see `find_chosen`.
+    """
     served = setup.algorithm.serve(result.state).model_index
     table, served, held = jax.device_get((result.clients, served, result.data.replace(x=None)))
+    if chosen is not None:
+        served = chosen["group"]
+        table = table.replace(**{each.name: chosen[each.name] for each in fields(table)})
     columns = {
         "client": held.client_names.names if held.client_names else np.arange(held.num_clients),
         "group": served,
@@ -164,6 +176,8 @@ def build_summary(member: Member, rows: list[dict], setup: Setup, result: Result
         for group in ("algorithm", "dataset", "partition", "model", "concept", "drift", "preset")
     }
     numbers = results.summarize_rows(rows)
+    if numbers["rounds"] < settings.plan.rounds:
+        numbers["ended_early"] = f"{settings.patience} tests without a better validation score"
     seconds = max(result.times["train_s"], math.ulp(1.0))
     return {
         **name_parts(names, member.overrides),

@@ -10,6 +10,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -67,13 +68,13 @@ def open_record(
         open(run_dir / LOG_FILE, "a", encoding="utf-8") as log,
     ):
         held, rows = (run_dir / METRICS_FILE).read_bytes(), results.read_metrics(run_dir)
-        written = held.count(b"\n")
         best = results.summarize_rows(rows)[f"best_{score_of(rows).name}"]
-        digest = hashlib.sha256(held)
+        digest, written, chosen = hashlib.sha256(held), held.count(b"\n"), {}
         pending = None  # (round, models and who uses which) of the best evaluation, if not saved
 
         def write(row: dict[str, Any], grouping: Grouping) -> None:
-            nonlocal written, logged
+            nonlocal written, logged, chosen
+            chosen = keep_chosen(row, grouping)
             check_present(handle, run_dir)
             assignments.append(row["round"], grouping)
             digest.update(results.append_row(handle, row).encode())
@@ -100,7 +101,7 @@ def open_record(
             nonlocal best, pending
             if is_better(row, best):
                 best = results.to_plain(row[find_score(row).name])
-                pending = row["round"], copy_present_models(setup, locate())
+                pending = row["round"], copy_present_models(setup, locate()) | chosen
             if is_time_to_save(row["round"], saved, settings) or stop:
                 save(locate())
 
@@ -120,6 +121,32 @@ def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict
         if getattr(served, name) is not None:
             kept[name] = getattr(served, name)
     return jax.tree.map(np.array, jax.device_get(kept))
+
+
+def keep_chosen(row: dict[str, Any], grouping: Grouping) -> dict[str, Any]:
+    """Returns what of a test is kept with the models of the chosen round, for `find_chosen`; {}
+    where no round is chosen.
+    """
+    if "chosen_round" not in row:
+        return {}
+    assert grouping.clients is not None
+    columns = {one.name: getattr(grouping.clients, one.name) for one in fields(grouping.clients)}
+    return {"chosen": columns | {"group": grouping.groups}}
+
+
+def find_chosen(run_dir: Path, round: int) -> dict[str, np.ndarray]:
+    """Returns who was in which group in the chosen round, as `group` [K], and what each client
+    measured, by name [K]. Raises RunError where best/ does not have that round.
+    """
+    for path in checkpoint.list_checkpoints(run_dir / BEST)[-1:]:
+        if checkpoint.read_header(path)["step"] == round:
+            begin, arrays = "['chosen']['", checkpoint.load_arrays(path)
+            return {
+                name[len(begin) : -2]: array
+                for name, array in arrays.items()
+                if name.startswith(begin)
+            }
+    raise RunError(f"{run_dir / BEST}: does not hold the models of round {round}, which was chosen")
 
 
 def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
@@ -158,7 +185,11 @@ def save_final(
 
 
 def is_better(row: dict[str, Any], best: float | None) -> bool:
-    """Returns whether a row's score is better than the `best` so far, None if there is none."""
+    """Returns whether a row's score is better than the `best` so far, None if there is none; where
+    a round is chosen on validation samples, whether it is that of the row.
+    """
+    if "chosen_round" in row:
+        return row["chosen_round"] == row["round"]
     score = find_score(row)
     value = results.to_plain(row[score.name])
     return value is not None and (best is None or score.is_better(value, best))

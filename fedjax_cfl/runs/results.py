@@ -338,7 +338,8 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `best_of` says over how many evaluations the best was taken: fewer for a clustered
     method, whose first accuracies do not count. `last10_evals_*`, the mean and the best
     of the last ten evaluations, compare methods over the same window. Of a regression the names
-    have rmse in place of accuracy, and the best is the lowest.
+    have rmse in place of accuracy, and the best is the lowest. Where a round was chosen on
+    validation samples, the best, the final one and all scores but those of the last ten are its.
     """
     rows, score = to_plain(rows), score_of(rows)
     name = score.name
@@ -348,17 +349,23 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     tail = [row[name] for row in rows[-WINDOW:] if row.get(name) is not None]
     spread = [row["discrepancy"] for row in rows if row.get("discrepancy") is not None]
     last = rows[-1] if rows else {}
+    told, number = last, last.get("chosen_round")
+    if number is not None:
+        told = best = next((row for row in rows if row["round"] == number), {})
     return {
         "rounds": last.get("round", 0),
+        **({} if number is None else {"chosen_round": number, "chosen_on": "validation samples"}),
+        **{each: told.get(each) for each in (f"validation_macro_{name}",) if each in told},
         f"best_{name}": best.get(name),
         "best_round": best.get("round"),
-        f"final_{name}": last.get(name),
+        f"final_{name}": told.get(name),
         "best_of": len(scored),
         f"last10_evals_{name}": float(np.mean(tail)) if tail else None,
         f"last10_evals_best_{name}": choose(tail, default=None),
         "discrepancy_mean": float(np.mean(spread)) if spread else None,
         "discrepancy_variance": float(np.var(spread)) if spread else None,
-        **{name: last.get(name) for name in (*score.beside, *LAST_ROW_FIELDS)},
+        **{name: told.get(name) for name in score.beside},
+        **{name: last.get(name) for name in LAST_ROW_FIELDS},
         **{name: sum(row.get(name) or 0 for row in rows) for name in SUMMED_FIELDS},
     }
 

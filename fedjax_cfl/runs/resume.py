@@ -52,11 +52,12 @@ def resume_grid(
 
 
 def has_ended(settings: RunSettings, run_dir: Path, step: int) -> bool:
-    """Returns whether a run has ended after round `step`; one whose summary is damaged writes
-    it again.
+    """Returns whether a run has ended after round `step`, its last or by its patience; one whose
+    summary is damaged writes it again.
     """
     try:
-        return step >= settings.plan.rounds and read_summary(run_dir) is not None
+        summary = read_summary(run_dir)
+        return summary is not None and (step >= settings.plan.rounds or "ended_early" in summary)
     except InputError as error:
         warn(f"{error}; it is written again")
         return False

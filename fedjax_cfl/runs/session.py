@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,11 +20,12 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup
+from fedjax_cfl.runs.choice import Standing, stand
 from fedjax_cfl.runs.display import print_summary, progress
 from fedjax_cfl.runs.finish import Member, finish_run
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.record import Record, open_record
-from fedjax_cfl.runs.results import SUMMARY_FILE, to_plain, write_text
+from fedjax_cfl.runs.results import SUMMARY_FILE, read_metrics, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
@@ -132,13 +134,16 @@ def train_members(
     Args: `setups` of each; `compile_program` compiles them for a plan; `starts` of each, or None
     to begin. Raises RunError.
     """
-    plan, run_dir = members[0].settings.plan, members[0].run_dir
+    settings, run_dir = members[0].settings, members[0].run_dir
+    plan = settings.plan
+    if starts and has_ended_early(settings, run_dir):  # killed before it was finished
+        plan = plan._replace(rounds=int(starts[0].state.round))
     try:
         with catch_signals() as asked:
             program = compile_program(plan)
             found = record_rounds(members, setups, program, plan, starts, asked)
             done = int(found[0].state.round)
-            if done < plan.rounds:
+            if done < plan.rounds and not has_ended_early(settings, run_dir):
                 make_console(members[0].verbose).print(f"stopped after round {done}")
                 return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
             if not distributed.is_primary():
@@ -213,7 +218,8 @@ def record_rounds(
     Args: `starts` of each member, None: they begin; `asked` are the signals caught so far: with
     one, all stop after the next block; the others are those of `drive`.
     """
-    begun = int(starts[0].state.round) if starts else 0
+    begun, settings = int(starts[0].state.round) if starts else 0, members[0].settings
+    standings = [stand(read_metrics(each.run_dir) if starts else ()) for each in judged(members)]
     with contextlib.ExitStack() as files:
         records, trackers, show = [], [], lambda row: None
         if distributed.is_primary():
@@ -231,6 +237,7 @@ def record_rounds(
                     record.save(locate())
 
         def on_rows(rows: list[dict], groupings: list[Grouping], snapshots: Snapshots) -> bool:
+            ends = judge(rows, standings, settings)
             for record, row, grouping in zip(records, rows, groupings, strict=bool(records)):
                 record.write(row, grouping)
             for track, row in zip(trackers, rows, strict=bool(trackers)):
@@ -240,7 +247,7 @@ def record_rounds(
             show(rows[0] | {name: float(np.mean(scores)) if scores else None})
             # only now: a signal that came while the rows were written still stops here; one
             # that comes later stops after the next block, so that nothing stops unsaved
-            stop = distributed.any_process(bool(asked))
+            stop = distributed.any_process(bool(asked) or ends)
             wanted = any(r.wants(row) for r, row in zip(records, rows, strict=bool(records)))
             if distributed.any_process(wanted) or stop:
                 snapshots = gather_snapshots(snapshots)
@@ -249,6 +256,28 @@ def record_rounds(
             return stop
 
         return drive(program, plan, starts, on_start, on_rows)
+
+
+def judged(members: Sequence[Member]) -> Sequence[Member]:
+    """Returns the runs whose rounds are judged on validation samples: all or none."""
+    settings = members[0].settings
+    return members if settings.patience or settings.choose == "best_validation" else ()
+
+
+def judge(rows: list[dict[str, Any]], standings: list[Standing], settings: RunSettings) -> bool:
+    """Enters the `rows` of a test into the standings of the runs that are judged, and the round
+    chosen so far into the rows; returns whether the runs end there.
+    """
+    for member in range(len(standings)):
+        standings[member] = standings[member].follow(rows[member])
+        if settings.choose == "best_validation":
+            rows[member]["chosen_round"] = standings[member].round
+    return any(standing.ends(settings.patience) for standing in standings)
+
+
+def has_ended_early(settings: RunSettings, run_dir: Path) -> bool:
+    """Returns whether the rows of a run say that it ends where they do."""
+    return settings.patience > 0 and stand(read_metrics(run_dir)).ends(settings.patience)
 
 
 def open_outputs(

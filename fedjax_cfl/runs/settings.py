@@ -45,6 +45,8 @@ class RunSettings(NamedTuple):
     names: dict[str, str]  # of the algorithm and the data set
     choices: dict[str, str]  # the option chosen in each group of the configuration
     everything: dict[str, Any]  # every setting, nested as in the configuration
+    choose: Literal["last", "best_validation"] = "last"  # the round that is reported
+    patience: int = 0  # tests without a better validation score after which it ends, 0: never
 
     def draw_recorded_clients(self, num_clients: int) -> np.ndarray:
         """Returns the clients [R], of K = `num_clients`, whose groups the run keeps."""

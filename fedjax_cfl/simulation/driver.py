@@ -75,6 +75,7 @@ class Grouping(NamedTuple):
 
     groups: np.ndarray  # [K] int32, the model that each client is served, -1: it has none yet
     concepts: np.ndarray  # [K] int32, the true group at the time, -1 where unknown
+    clients: evaluate.ClientTable | None = None  # [K], what each client measures
 
 
 class Result(NamedTuple):
@@ -153,7 +154,10 @@ def drive(
             counters[member] = update_counters(counters[member], row, **seconds)
             rows[member].append(row)
         blocks = []
-        groupings = [Grouping(tested.index[p], tested.concept[p]) for p in program.places]
+        groupings = [
+            Grouping(*take_rows((tested.index, tested.concept, tested.evaluation.clients), place))
+            for place in program.places
+        ]
         if on_rows([each[-1] for each in rows], groupings, snapshots):
             break
         started = time.perf_counter()

@@ -57,6 +57,7 @@ class Tested(NamedTuple):
     evaluation: Evaluation
     concept: Any  # [K] int32, the true groups, -1 where unknown
     train_size: Any  # [K] int32, training samples
+    validation: Evaluation | None = None  # of the samples to choose a round by
 
 
 class Blocks(NamedTuple):
@@ -311,6 +312,18 @@ def evaluate_block(
     return Evaluation(table, Totals(counts, right, samples, bad.sum(dtype=jnp.int32), distance))
 
 
+def evaluate_validation(
+    algorithm: Algorithm, task: Task, mesh: Mesh, state: State, data: FederatedData
+) -> Evaluation | None:
+    """Returns what all clients measure on the samples to choose a round by, None: there are none.
+
+    Args: as those of `evaluate_block`.
+    """
+    if data.validation is None:
+        return None
+    return evaluate_block(algorithm, task, mesh, state, data.replace(test=data.validation), False)
+
+
 def check_received(algorithm: Algorithm, state: State) -> None:
     """Raises InputError if clients are to be tested on what they received, but the method serves
     them other models than those of its groups, which are what it sends: personal ones, or models
@@ -395,7 +408,7 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     which nothing is known to choose a model by, see `engine.withhold_groups`; others without a
     model have not been met yet.
     """
-    index, (clients, totals), concept, train_size = tested
+    index, (clients, totals), concept, train_size, _ = tested
     xp, has_model = index.__array_namespace__(), index >= 0
     regresses = isinstance(clients, regression.ErrorMetrics)
     if regresses:

@@ -149,21 +149,28 @@ class NewClients(NamedTuple):
     served: ServedModels  # of the whole population, the clients of the run have none
 
 
-def hold_out_clients(data: FederatedData, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the clients [K - H] that take part and those [H] that are held out: a share of
-    all, drawn among those with training and test samples.
+def hold_out_clients(
+    data: FederatedData, share: float, seed: int, validation: float = 0.0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the clients [K - H - V] that take part, and those [H] and [V] that are held out: two
+    shares of all, for testing and for `validation`, drawn among those with training and test
+    samples.
 
-    Raises InputError where no client would be left on either side.
+    Raises InputError where no client would be left for one of them, or to take part.
     """
     able = np.flatnonzero((np.asarray(data.train.size) > 0) & (np.asarray(data.test.size) > 0))
-    count = round(share * data.num_clients)
-    if not 0 < count < min(able.size, data.num_clients - 1):
-        raise InputError(
-            f"evaluate.new_clients={share}: {count} of {data.num_clients} clients cannot be held"
-            f" out; {able.size} have training and test samples"
-        )
-    held = np.sort(np.random.default_rng([seed, data.num_clients]).choice(able, count, False))
-    return np.setdiff1d(np.arange(data.num_clients), held), held
+    asked = {"new_clients": share, "validation_clients": validation}
+    counts = [round(part * data.num_clients) for part in asked.values()]
+    for (name, part), count in zip(asked.items(), counts, strict=True):
+        most = min(able.size, data.num_clients - 1) - (sum(counts) - count)
+        if part and not 0 < count < most:
+            raise InputError(
+                f"evaluate.{name}={part}: {count} of {data.num_clients} clients cannot be held"
+                f" out; {able.size} have training and test samples"
+            )
+    drawn = np.random.default_rng([seed, data.num_clients]).choice(able, sum(counts), False)
+    held, apart = np.sort(drawn[: counts[0]]), np.sort(drawn[counts[0] :])
+    return np.setdiff1d(np.arange(data.num_clients), drawn), held, apart
 
 
 def select_these(ids: jax.Array) -> Selection:
@@ -281,12 +288,19 @@ def take_client_rows(
     return jnp.where(taken, after, present)
 
 
-def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int) -> None:
+def check_rule(
+    make: MakeAlgorithm,
+    data: FederatedData,
+    key: Key,
+    at_once: int,
+    setting: str = "evaluate.new_clients",
+) -> None:
     """Raises InputError for a method that has no rule for new clients. That is so if every
     client has a model of its own from the start, or if the start puts all clients into groups and
     later ones would join group 0 without a look at their data or their true group.
 
     What else a method raises, where `at_once` new clients are selected, is raised here as well.
+    `setting` is what asks for it.
     """
     data, nobody = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
     algorithm = make(select_these(nobody))
@@ -309,8 +323,7 @@ def check_rule(make: MakeAlgorithm, data: FederatedData, key: Key, at_once: int)
         )
         grouped = algorithm.clustered and state.active.size < data.num_clients
         raise InputError(
-            "evaluate.new_clients: the method has no rule for new clients"
-            f"{founders if grouped else ''}; use 0"
+            f"{setting}: the method has no rule for new clients{founders if grouped else ''}; use 0"
         )
 
 

@@ -275,13 +275,15 @@ def compile_functions(
     def test(carry: Carry) -> evaluate.Tested:
         found: Any = nothing
         index: Any = None
+        apart: evaluate.Evaluation | None = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
             lent = lend_test_rows(feed, carry, first, tested)
             arguments = *given, data, *lent, found, first
-            found, index = jax.block_until_ready(programs["test"](*arguments))
+            found, index, apart = jax.block_until_ready(programs["test"](*arguments))
         if carry[1]:
-            return evaluate.Tested(index, found, carry[1].concept, carry[1].train.size)
+            sizes = carry[1].concept, carry[1].train.size
+            return evaluate.Tested(index, found, *sizes, apart)
         unknown = np.full(index.shape, -1)
         return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 

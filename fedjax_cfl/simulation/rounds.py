@@ -237,6 +237,7 @@ def make_functions(
             algorithm, task, mesh, state, data, plan.eval_auxiliary, first, plan.eval_distance
         )
         found = more if found is None else evaluate.merge(found, more, first)
-        return found, algorithm.serve(state).model_index
+        apart = evaluate.evaluate_validation(algorithm, task, mesh, state, data)
+        return found, algorithm.serve(state).model_index, apart
 
     return begin, train, test

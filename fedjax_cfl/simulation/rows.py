@@ -58,18 +58,31 @@ def make_row(
     score = find_score(row)
     for name in score.beside:
         row.setdefault(name, None)  # of true groups that are not known
+    seen = score_validation(tested, num_models, score.name)
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
         row[score.name] = None
-    return row
+        seen = dict.fromkeys(seen)
+    return row | seen
+
+
+def score_validation(tested: evaluate.Tested, num_models: int, name: str) -> dict[str, Any]:
+    """Returns the scores, of this `name`, on the samples to choose a round by; {} without any."""
+    if tested.validation is None:
+        return {}
+    apart = tested._replace(evaluation=tested.validation, validation=None)
+    seen = evaluate.finalize(apart, num_models)
+    return {f"validation_{part}{name}": seen[part + name].tolist() for part in ("", "macro_")}
 
 
 def count_concepts(data: FederatedData) -> int:
     """Returns how many true groups the clients of a run have, numbered 0, 1, ...; 0 if they are not
-    known or more than `MOST_CONCEPTS`. A drift moves clients between them and adds none.
+    known or more than `MOST_CONCEPTS`. A drift moves clients between them, or between those of all
+    stages.
     """
-    count = int(np.max(jax.device_get(data.concept), initial=-1)) + 1
+    every = data.concept if data.concepts is None else data.concepts
+    count = int(np.max(jax.device_get(every), initial=-1)) + 1
     return count if count <= MOST_CONCEPTS else 0
 
 

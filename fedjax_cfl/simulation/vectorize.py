@@ -43,28 +43,21 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
                 f" ({', '.join(str(of(one)) for one in data)})"
             )
     longest = {
-        side: max(getattr(one, side).order.size for one in data) for side in ("train", "test")
+        side: max(getattr(one, side).order.size for one in data)
+        for side in ("train", "test", "validation")
+        if getattr(data[0], side) is not None
     }
     capacity = max(one.max_client_samples for one in data)
     total, rows = sum(longest.values()), max(len(one.x) for one in data)
     indexed = any(one.sample is not None for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
-        held = one.y.size
-
         def fill(array, value, length=total):
             array = np.asarray(array)
             return np.concatenate(
                 [array, np.full((length - len(array), *array.shape[1:]), value, array.dtype)]
             )
 
-        def view(side: str, begin: int) -> ClientIndex:
-            own = getattr(one, side)
-            spare = np.arange(begin, begin + longest[side] - own.order.size, dtype=np.int32)
-            return own.replace(order=np.concatenate([np.asarray(own.order), spare]))
-
-        train = view("train", held)
-        test = view("test", held + longest["train"] - one.train.order.size)
         return one.replace(
             x=fill(one.x, 0, rows if indexed else total),
             y=fill(one.y, 0),
@@ -72,12 +65,24 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
             sample=fill(row_numbers(one), 0) if indexed else None,
             turns=None if one.turns is None else fill(one.turns, 0),
             time=None if one.time is None else fill(one.time, 0),
-            train=train,
-            test=test,
+            **pad_views(one, longest),
             max_client_samples=capacity,
         )
 
     return jax.tree.map(lambda *leaves: np.stack(leaves), *map(padded, data))
+
+
+def pad_views(data: FederatedData, longest: Mapping[str, int]) -> dict[str, ClientIndex]:
+    """Returns the views of the data by side, `longest` many samples in each: those that are added
+    are behind the last holding, and no client's.
+    """
+    views, begin = {}, data.y.size
+    for side, count in longest.items():
+        own = getattr(data, side)
+        spare = np.arange(begin, begin + count - own.order.size, dtype=np.int32)
+        views[side] = own.replace(order=np.concatenate([np.asarray(own.order), spare]))
+        begin += spare.size
+    return views
 
 
 def row_numbers(data: FederatedData) -> np.ndarray:

@@ -4,6 +4,7 @@ to clients.
 
 from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
+from fedjax_cfl.data.datasets.drifting import circle, sea, sine
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import from_arrays, leaf, npy, npz
@@ -26,8 +27,8 @@ from fedjax_cfl.data.datasets.table import csv, parquet
 from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
-    "celeba", "cifar10", "cifar100", "csv", "digits", "elec2", "fashion_mnist",
+    "celeba", "cifar10", "cifar100", "circle", "csv", "digits", "elec2", "fashion_mnist",
     "federated_sqlite", "femnist", "from_arrays", "huggingface", "image_folder", "leaf", "mnist",
-    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sent140", "shakespeare",
-    "speech_commands", "synthetic", "tff_hdf5",
+    "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist", "sea", "sent140",
+    "shakespeare", "sine", "speech_commands", "synthetic", "tff_hdf5",
 ]  # fmt: skip
