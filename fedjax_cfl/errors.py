@@ -3,9 +3,10 @@ value and what is allowed. And warnings, a line each.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -55,3 +56,27 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> ar
 def warn(line: str) -> None:
     """Prints a warning on stderr: something is missing or lost, and the run goes on."""
     print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
+
+
+# what `warn_of_file` has said in the command that runs; None: a program calls, and every call says
+# what it has found
+_said: set[str] | None = None
+
+
+@contextlib.contextmanager
+def as_command() -> Iterator[None]:
+    """Lets `warn_of_file` say a line once in all that runs meanwhile, as the runs of a sweep."""
+    global _said
+    _said = set()
+    try:
+        yield
+    finally:
+        _said = None
+
+
+def warn_of_file(line: str) -> None:
+    """Prints a warning about what a file holds; in a command, whose runs may all read it, once."""
+    if _said is None or line not in _said:
+        warn(line)
+    if _said is not None:
+        _said.add(line)

@@ -225,7 +225,22 @@ def test_what_systems_leave_is_passed_over_and_other_files_are_said(tmp_path, ca
     assert len(pool.y) == 1 and pool.class_names == ("a",) and capsys.readouterr().err == ""
     written(tmp_path, {"notes.txt": b"x", "a/labels.csv": b"x"})
     assert len(image_folder(tmp_path).y) == 1
-    assert "2 files are no images and are left out: 'a/labels.csv, not" in capsys.readouterr().err
+    assert (
+        "files that are no images are left out (2): 'a/labels.csv, not" in capsys.readouterr().err
+    )
+
+
+def test_the_runs_of_a_sweep_say_once_what_a_file_holds(fedjax_cfl, tmp_path, capsys):
+    written(tmp_path / "own", {f"{k}/{n}.png": A for k in "ab" for n in range(8)} | {"notes": b"x"})
+    status, out, err = fedjax_cfl(
+        "-m algorithm=fedavg dataset=image_folder dataset.source.path=own dataset.clients=2"
+        " partition=iid model=mclr seed=0,1 rounds=1 run_dir=sweep"
+    )
+    assert status == 0 and out.count("written to") == 2, err
+    assert err.count("are no images are left out (1)") == 1
+    for _ in range(2):  # from Python every call says it
+        image_folder(tmp_path / "own")
+    assert capsys.readouterr().err.count("are no images are left out (1)") == 2
 
 
 BAD = {

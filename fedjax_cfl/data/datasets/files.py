@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.pool import (
     number_owners,
     read_test_mask,
 )
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
 
@@ -87,7 +87,7 @@ def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
     unknown = [(part == leaf_json.UNKNOWN).mean() for part in (x, y)]
     if not any(unknown):
         return tuple(leaf_json.CHARACTERS)
-    warn(
+    warn_of_file(
         f"{path}: {unknown[0]:.2%} of the characters are not among LEAF's"
         f" {len(leaf_json.CHARACTERS)}; all of them are one more, 'unknown'"
     )

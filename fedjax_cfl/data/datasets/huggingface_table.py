@@ -11,7 +11,7 @@ from fedjax_cfl.data.datasets import huggingface_columns as columns
 from fedjax_cfl.data.datasets.arrow_files import read_columns, read_schema
 from fedjax_cfl.data.datasets.files import build_pool
 from fedjax_cfl.data.datasets.huggingface_folder import Part, parse_json, read_features
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 
 # columns that name the user, in well-known data sets
@@ -64,7 +64,7 @@ def read_pool(
         _check_alike(source, first, roles)
     users = [name for name in USERS if name in first.schema.names]
     if users and roles.client is None and first.part.partition is None:
-        warn(
+        warn_of_file(
             f"{root}: column {users[0]} may name the samples' owners and is not used:"
             f" dataset.source.client={users[0]}"
         )

@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pi
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
 from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
 from fedjax_cfl.data.datasets.table import OptionalName
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import TEXT, check_arguments, or_none
 
@@ -139,7 +139,9 @@ def _list_root(root: Path) -> Found:
         )
     if found.others:
         few = ", ".join("/".join(other) for other in found.others[:MOST_LISTED])
-        warn(f"{root}: {len(found.others)} files are no images and are left out: {shorten(few)}")
+        warn_of_file(
+            f"{root}: files that are no images are left out ({len(found.others)}): {shorten(few)}"
+        )
     return found
 
 
@@ -210,7 +212,9 @@ def _take_splits(
             )
     if left := [name for name in names if name not in (train, test)]:
         few = ", ".join(map(shorten, left[:MOST_LISTED]))
-        warn(f"{root}: splits {few} are left out; read are {train} and {test or 'no other'}")
+        warn_of_file(
+            f"{root}: splits {few} are left out; read are {train} and {test or 'no other'}"
+        )
     return [image for image in found.images if len(image) <= at + 1 or image[at] in (train, test)]
 
 

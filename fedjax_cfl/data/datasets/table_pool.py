@@ -22,7 +22,7 @@ from fedjax_cfl.data.datasets.table_cells import (
     read_times,
 )
 from fedjax_cfl.data.datasets.table_files import MISSING, Kind, parse_numbers
-from fedjax_cfl.errors import InputError, suggest_nearest, warn
+from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.types import Pool
 
 ROLES = ("y", "client", "split", "time", "concept")
@@ -107,7 +107,7 @@ def _choose_features(
                 " features, expected x=NAME or a list of names"
             )
         if left := [name for name in rest if name not in features + whole]:
-            warn(
+            warn_of_file(
                 f"{path}: columns {', '.join(map(shorten, left[:MOST_LISTED]))} hold no numbers and"
                 " are not used; name the features in x, or set number_text=true"
             )
