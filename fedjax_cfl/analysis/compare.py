@@ -31,6 +31,7 @@ from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
+from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 from fedjax_cfl.scores import ACCURACY, score_of
@@ -105,7 +106,8 @@ def compare_runs(
     """
     if target is not None and not target > 0:
         raise InputError(f"target must be an accuracy in (0, 1], or an RMSE above 0, not {target}")
-    runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
+    run_dirs = follow(find_runs(list(paths)), "reading runs")
+    runs = [read_run(run_dir, target) for run_dir in run_dirs]
     if target is not None and target > 1 and ACCURACY in (score_of(run["rows"]) for run in runs):
         raise InputError(f"target must be an accuracy in (0, 1], not {target}")
     sets = merge_seeds(add_shared_best(runs))

@@ -3,12 +3,19 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    track,
+)
 from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes
@@ -17,6 +24,7 @@ from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.scores import ERRORS, find_score
 from fedjax_cfl.types import Algorithm
 
+Item = TypeVar("Item")
 # of scores, as curves and glossary call them
 NAMES = {"accuracy": "accuracy", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
 # of a summary's numbers
@@ -139,6 +147,14 @@ def progress(
                 print(line, file=sys.stderr, flush=True)
 
         yield show
+
+
+def follow(items: Sequence[Item], what: str) -> Iterable[Item]:
+    """Returns the items; where stderr is a terminal, a bar says how many are done meanwhile, and
+    `what` is done with them.
+    """
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def format_progress(row: dict[str, Any]) -> str:
