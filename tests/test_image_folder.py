@@ -3,6 +3,7 @@ that is refused.
 """
 
 import io
+import json
 import os
 import struct
 import zlib
@@ -369,11 +370,13 @@ def table(*rows, kind="csv", head=("file_name", "label", "user")) -> bytes:
     """Returns a table of rows, as Arrow writes it."""
     cells = pa.table({name: [row[i] for row in rows] for i, name in enumerate(head)})
     out = io.BytesIO()
+    if kind == "jsonl":
+        return "".join(f"{json.dumps(row)}\n" for row in cells.to_pylist()).encode()
     (pyarrow.csv.write_csv if kind == "csv" else pyarrow.parquet.write_table)(cells, out)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_table_beside_the_images_says_what_they_are(kind, tmp_path, capsys):
     rows = [("b/2.png", "dog", 10, "test"), ("a.png", "cat", 9, "train")]
     rows.append(("b/1.png", "dog", 9, "train"))
@@ -423,6 +426,25 @@ def test_what_is_refused_of_a_table_is_named(name, tmp_path):
     written(tmp_path, {"a.png": A})
     (tmp_path / "root" / "link.png").symlink_to(tmp_path / "a.png")
     one_line(says, image_folder, tmp_path / "root")
+
+
+def test_what_is_refused_of_json_lines(tmp_path):
+    file = written(tmp_path, {"a.png": A}) / "metadata.jsonl"
+    lists = b'{"file_name": ["a.png"], "label": 1}\n'
+    nested = b'{"file_name": "a.png", "label": {"x": 1}}\n'
+    cut = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a'
+    mixed = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a.png", "label": "x"}\n'
+    for content, says in {
+        lists: "column file_name holds lists, expected text",
+        nested: "column label holds others",
+        cut: "expected a JSON object in each line",
+        mixed: "expected a JSON object in each line",
+        b"": "expected a JSON object in each line",
+        b"[" * 10**6: "expected a JSON object in each line",
+        b'{"file_name": "a.png"}\n': "column label is missing",
+    }.items():
+        file.write_bytes(content)
+        one_line(says, image_folder, tmp_path)
 
 
 def test_a_table_that_is_not_there(tmp_path):

@@ -25,7 +25,7 @@ Layout = Literal[
     "metadata",
 ]  # fmt: skip
 LAYOUTS = Layout.__args__[:-1]  # of folders
-TABLES = "metadata.csv", "metadata.parquet"
+TABLES = "metadata.csv", "metadata.jsonl", "metadata.parquet"
 DEEPEST = 3  # folders between the root and an image
 SKIPPED = ("Thumbs.db", "desktop.ini", "__MACOSX")  # what systems leave there; and hidden files
 MOST_LISTED = 5  # names in a message
@@ -57,7 +57,7 @@ def image_folder(
     class, if there is one level, and an error that lists what fits if there are more. `size`,
     height and width, resizes the images; `mode` makes all of them grey or rgb. `train` and `test`
     are the folders of the splits, `test` None: there is none; other splits are left out, and it is
-    said. Where metadata.csv or metadata.parquet is in the folder, or in those of both splits,
+    said. Where metadata.csv, .jsonl or .parquet is in the folder, or in those of both splits,
     layout is metadata: it has a row an image with `file_name`, relative to it, the label `y`, None:
     label, and if you like the owner `client`, None: user or client, and `split`, train or test.
     Classes and clients are numbered over all splits in the order of their names, names that are all
