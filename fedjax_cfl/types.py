@@ -36,6 +36,14 @@ class FirstLayer(NamedTuple):
     penalty: Callable[[Params], ArrayLike]  # (params without the kernel) -> [], their L2
 
 
+class Targets(NamedTuple):
+    """What y are where they are no classes, see `models.regression`."""
+
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs [B], y [B]) -> [B]
+    # as the settings of a run name them: `_target_` and its arguments; (): the loss is your own
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
 class Task(NamedTuple):
     """A supervised problem: all that an algorithm knows of Flax.
 
@@ -44,8 +52,8 @@ class Task(NamedTuple):
     """
 
     init: Callable[[Key], Params]  # random initial parameters
-    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or `error`,
-    # + L2; dropout only with a key
+    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or that of
+    # `targets`, + L2; dropout only with a key
     loss: Callable[..., jax.Array]
     # (params, x [B, ...], owner [B] = None) -> [B, C] logits, or [B, 1] numbers; no dropout
     predict: Callable[..., jax.Array]
@@ -54,8 +62,7 @@ class Task(NamedTuple):
     sample_loss: Callable[..., jax.Array] | None = None
     penalty: Callable[[Params], ArrayLike] | None = None
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
-    # (outputs - targets [B]) -> [B], the loss of a regression; None: y are classes
-    error: Callable[[jax.Array], jax.Array] | None = None
+    targets: Targets | None = None  # None: y are classes
 
 
 class Pool(NamedTuple):

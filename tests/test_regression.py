@@ -74,8 +74,8 @@ def run(folder):
 def test_a_step_is_that_of_a_twin(loss, first_layer):
     arrays = planted(clients=2)
     data, delta = federate(arrays), 0.7
-    error = cfl.models.regression(loss, delta)
-    task = cfl.as_task(cfl.models.MCLR(1), (3,), data.num_classes, 0.0, error)
+    targets = cfl.models.regression(loss, delta)
+    task = cfl.as_task(cfl.models.MCLR(1), (3,), data.num_classes, 0.0, targets)
     local = cfl.Local(lr=0.1, epochs=2, batch_size=30)  # all samples of a client in each step
     execution = cfl.make_execution(cfl.make_mesh(1), first_layer=first_layer)
     local = local.replace(execution=execution)
@@ -294,6 +294,38 @@ def test_devices_and_the_place_of_the_samples_change_nothing(fedjax_cfl, monkeyp
             for rows in (one, host)), 1e-4)  # fmt: skip
 
 
+def run_from_python(targets, run_dir="run"):
+    data = federate(planted(clients=2))
+    task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0, targets)
+    algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(2))
+    key, settings = jax.random.key(0), {"algorithm": "fedavg"}
+    more = {"rounds": 1, "run_dir": run_dir, "settings": settings, "verbose": False}
+    return cfl.run(algorithm, task, data, key, **more)
+
+
+def test_a_run_from_python_keeps_its_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    huber = cfl.models.regression("huber", 0.5)
+    run_from_python(huber)
+    run = cfl.load_run("run")
+    params, x = jax.tree.map(lambda leaf: 0 * leaf[0], run.final.models), jnp.zeros((1, 3))
+    np.testing.assert_allclose(run.task.loss(params, x, jnp.ones(1)), 0.5 * (1 - 0.25))
+    said = one_line("not those of the run", cfl.load_run, "run", None, cfl.models.regression())
+    assert "loss=huber delta=0.5" in said and cfl.load_run("run", targets=huber)
+    for other in (cfl.models.regression("huber", 0.7), cfl.models.regression()):
+        one_line("is of a different run", run_from_python, other)
+
+
+def test_a_loss_of_ones_own_is_given_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = cfl.models.regression(jnp.abs)
+    assert run_from_python(own).task.targets is own
+    one_line("the run had a loss of your own", cfl.load_run, "run")
+    run = cfl.load_run("run", targets=own)
+    params = jax.tree.map(lambda leaf: 0 * leaf[0], run.final.models)
+    np.testing.assert_allclose(run.task.loss(params, jnp.zeros((1, 3)), 3 * jnp.ones(1)), 3)
+
+
 def test_choosing_k_by_rmse():
     data = federate(planted())
     task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0)
@@ -385,8 +417,8 @@ def test_tasks_and_data_must_agree():
     run = {"rounds": 1}
     said = one_line("y are numbers", cfl.run, algorithm, classes, data, jax.random.key(0), **run)
     assert "num_classes=0" in said
-    error = cfl.models.regression()
-    one_line("num_classes=2: a regression", cfl.as_task, cfl.models.MCLR(2), (3,), 2, error=error)
+    targets = cfl.models.regression()
+    one_line("num_classes=2: y are", cfl.as_task, cfl.models.MCLR(2), (3,), 2, targets=targets)
     one_line("(2, 1) is allowed", cfl.as_task, cfl.models.MCLR(2), (3,), 0)
     one_line("task.delta=-1", cfl.models.regression, "huber", -1.0)
 

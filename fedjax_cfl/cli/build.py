@@ -268,15 +268,15 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
-    classes, error = pool.num_classes, None
+    classes, targets = pool.num_classes, None
     module = instantiate_target("model.module", model["module"], num_classes=max(classes, 1))
     if config["task"]:
-        error = instantiate_target("task", config["task"])
+        targets = instantiate_target("task", config["task"])
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         weight = model.get("l2", 0.0) if l2 is None else l2
-        return as_task(module, shape, classes, weight, error)
+        return as_task(module, shape, classes, weight, targets)
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 

@@ -34,7 +34,6 @@ from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task, regression
-from fedjax_cfl.models.task import ErrorFn
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.record import BEST, FINAL, MIXTURE
@@ -47,7 +46,7 @@ from fedjax_cfl.runs.results import (
 )
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Params, Task
+from fedjax_cfl.types import Params, Targets, Task
 from fedjax_cfl.validation import INT32_MAX
 
 BLOCK = 256  # samples per forward pass
@@ -268,11 +267,14 @@ def check_targets(y: np.ndarray, samples: int) -> np.ndarray:
     return y.astype(np.float32)
 
 
-def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
+def load_run(
+    run_dir: str | Path, module: nn.Module | None = None, targets: Targets | None = None
+) -> LoadedRun:
     """Reads a finished run.
 
-    `module` is needed only where the run trained a module of your own. Raises InputError
-    for a directory without a finished run, damaged files, and models that do not fit.
+    `module` is needed only where the run trained a module of your own, `targets` where it had a
+    loss of your own. Raises InputError for a directory without a finished run, damaged files, and
+    models or a loss that do not fit.
     """
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
@@ -293,7 +295,7 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
     shape, classes, names = check_facts(run_dir / FINAL, facts)
     check_scaling(run_dir / FINAL, final, shape)
     module = module or build_module(settings["model"]["module"], max(classes, 1))
-    task = as_task(module, shape, classes, 0, read_error(run_dir, settings, classes))
+    task = as_task(module, shape, classes, 0, find_targets(run_dir, settings, classes, targets))
     for models in (final, best):
         if models is not None:
             _check_fit(run_dir, task, models.models)
@@ -328,17 +330,29 @@ def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], i
     return tuple(shape), classes, None if names is None else tuple(names)
 
 
-def read_error(run_dir: Path, settings: dict[str, Any], classes: int) -> ErrorFn | None:
-    """Returns the loss of a run that regressed, None: it had classes. From Python, where settings
-    say nothing of it, models of new clients are chosen by the squared error.
+def find_targets(
+    run_dir: Path, settings: dict[str, Any], classes: int, given: Targets | None
+) -> Targets | None:
+    """Returns what y were in a run, None: classes. Raises InputError where they were other than
+    those that are `given`, and where none are and the loss was the caller's own.
     """
-    node = settings.get("task") or {}
     if classes:
         return None
     try:
-        return regression(**{name: node[name] for name in ("loss", "delta") if name in node})
-    except (InputError, TypeError) as error:
+        node = dict(settings.get("task") or {})
+        make = {f"{OWN_MODELS}regression": regression}.get(node.pop("_target_", None))
+        found = given if make is None else make(**node)
+    except (TypeError, ValueError) as error:
         raise InputError(f"{run_dir}: task cannot be read ({error})") from None
+    if found is None:
+        raise InputError(
+            f"run_dir={run_dir}: the run had a loss of your own, which no file holds; give it, as"
+            " in load_run(run_dir, targets=cfl.models.regression(loss))"
+        )
+    if given is not None and given.settings != found.settings:
+        used = " ".join(f"{name}={value}" for name, value in node.items())
+        raise InputError(f"run_dir={run_dir}: targets are not those of the run, which had {used}")
+    return found
 
 
 def are_class_names(names: Any, classes: Any) -> bool:

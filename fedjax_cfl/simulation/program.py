@@ -51,7 +51,7 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
     """Raises InputError for data that the algorithm cannot use, as a drift shows them at first, or
     that the task is not about.
     """
-    if bool(data.num_classes) != (task.error is None):
+    if bool(data.num_classes) != (task.targets is None):
         said = ("numbers to regress", 0) if not data.num_classes else ("classes", data.num_classes)
         raise InputError(f"data: y are {said[0]}; give as_task num_classes={said[1]}")
     if algorithm.check_data is None:
