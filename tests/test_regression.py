@@ -27,7 +27,7 @@ LINE = (
 )
 SMALL = f"{LINE} model=mclr preset.l2=0"
 PIVOT = "algorithm", "dataset"
-NEEDS = "needs classes, and y are numbers to regress; "
+NEEDS = "needs a class of each sample, which y are not; "
 
 
 def planted(clients: int = 12, samples: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
@@ -380,7 +380,8 @@ X = np.zeros((3, 2), np.float32)
         ([1.0, np.nan, 2.0], "y is nan in sample 1, expected numbers to regress that are finite"),
         ([1.0, 2.0, 1e60], "y is inf in sample 2"),
         (["a", "b", "c"], "dtype <U1, expected numbers to regress [N], one a sample"),
-        (np.zeros((3, 2)), "y has shape (3, 2)"),
+        (np.full((3, 2), 2.0), "y is 2.0 in sample 0, label 0, expected 0 or 1 of each label"),
+        (np.zeros((3, 2, 1)), "y has shape (3, 2, 1)"),
     ],
 )
 def test_numbers_that_nothing_can_be_learned_of(y, says):

@@ -19,7 +19,7 @@ from fedjax_cfl.runs.results import (
     summarize_rows,
 )
 from fedjax_cfl.runs.scoring import scored_rounds
-from fedjax_cfl.scores import ERRORS, SCORES
+from fedjax_cfl.scores import SCORES
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
@@ -30,7 +30,7 @@ NUMBERS = (
         for score in SCORES
         for part in ("best", "final", "last10_evals", "macro", "worst10")
     ),
-    *ERRORS,
+    *(name for score in SCORES[1:] for name in score.measured),
     "ari",
     "rounds_to_target",
     "units",

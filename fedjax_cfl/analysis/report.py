@@ -54,8 +54,7 @@ SHOWN = (
         for score in SCORES
         for part in ("best", "shared_best", "final", "worst10")
     ),
-    "mae",
-    "r2",
+    *(name for score in SCORES for name in score.measured[1:]),
     "ari",
 )
 MEASURED = {name: MEASURES[name] for name in SHOWN}

@@ -162,14 +162,22 @@ def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
     return pool, holdings
 
 
+def task_of(config: dict[str, Any]) -> str:
+    """Returns the name of the task."""
+    return str(config["task"].get("_target_", "classification")).rpartition(".")[2]
+
+
 def name_task(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns how samples are read: of a regression, files of the user's own as numbers."""
+    """Returns how samples are read: of numbers and labels, files of the user's own without
+    classes.
+    """
     source = config["dataset"]["source"]
     if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
         return source
     if source["num_classes"]:
         raise InputError(
-            f"dataset.source.num_classes={source['num_classes']}: task=regression has no classes;"
+            f"dataset.source.num_classes={source['num_classes']}: task={task_of(config)} has no"
+            " classes;"
             " use null, or task=classification"
         )
     return source | {"num_classes": 0}
@@ -177,15 +185,24 @@ def name_task(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_task(config: dict[str, Any], pool: Pool) -> None:
     """Raises InputError where y are not what the task is about."""
-    if config["task"] and pool.num_classes:
+    asked = task_of(config)
+    there = "regression" if pool.y.ndim == 1 else "multilabel"
+    if asked == (there if not pool.num_classes else "classification"):
+        return
+    if pool.num_classes:
         raise InputError(
-            f"task=regression: dataset={config['dataset']['name']} has classes; use a file of your"
+            f"task={asked}: dataset={config['dataset']['name']} has classes; use a file of your"
             " own, dataset=csv, parquet, npz or npy, or task=classification"
         )
-    if not config["task"] and not pool.num_classes:
-        raise InputError(
-            "dataset.source.num_classes=0: y are numbers to regress; use task=regression"
-        )
+    if asked == "classification":
+        raise InputError(f"dataset.source.num_classes=0: y are no classes; use task={there}")
+    said = {
+        "regression": "y are labels [N, T], 0 or 1, expected one number a sample; use"
+        " task=multilabel",
+        "multilabel": "y is one number a sample, expected labels [N, T], 0 or 1, of a table"
+        " dataset.source.y=[a,b]; or use task=regression",
+    }
+    raise InputError(f"task={asked}: {said[asked]}")
 
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
@@ -269,7 +286,8 @@ def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Ta
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
     classes, targets = pool.num_classes, None
-    module = instantiate_target("model.module", model["module"], num_classes=max(classes, 1))
+    outputs = classes or (1 if pool.y.ndim == 1 else pool.y.shape[1])
+    module = instantiate_target("model.module", model["module"], num_classes=outputs)
     if config["task"]:
         targets = instantiate_target("task", config["task"])
     if size := getattr(module, "vocabulary", None):

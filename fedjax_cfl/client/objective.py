@@ -145,7 +145,7 @@ def output_loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
     """
     if task.targets is None:
         return cross_entropy(outputs, y)
-    return task.targets.loss(outputs[:, 0], y)
+    return task.targets.loss(outputs, y)
 
 
 def refuse_own_judge(local: Local, name: str) -> None:

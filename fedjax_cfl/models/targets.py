@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_cfl.types import Targets
 from fedjax_cfl.validation import PositiveFloat, check_arguments
@@ -20,19 +21,30 @@ def regression(
     which few large errors move less; or a function of your own.
     """
     if callable(loss):
-        return Targets(lambda outputs, y: loss(outputs - y))
+        return Targets(lambda outputs, y: loss(outputs[:, 0] - y))
     check_arguments(regression, locals(), "task")
 
     def squared(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        return jnp.square(outputs - y)
+        return jnp.square(outputs[:, 0] - y)
 
     def huber(outputs: jax.Array, y: jax.Array) -> jax.Array:
-        e = outputs - y
+        e = outputs[:, 0] - y
         inside = jnp.minimum(jnp.abs(e), delta)
         return inside * (jnp.abs(e) - inside / 2)
 
     settings = name_settings("regression", loss=loss, delta=delta)
     return Targets(squared if loss == "squared" else huber, settings)
+
+
+def multilabel() -> Targets:
+    """Returns targets that are T labels a sample, which it has (1) or not (0), and their loss: the
+    mean over labels of the cross-entropy of the sigmoid of each output.
+    """
+
+    def loss(outputs: jax.Array, y: jax.Array) -> jax.Array:
+        return optax.sigmoid_binary_cross_entropy(outputs, y).mean(axis=1)
+
+    return Targets(loss, name_settings("multilabel"), labels=True)
 
 
 def name_settings(name: str, **values: Any) -> tuple[tuple[str, Any], ...]:

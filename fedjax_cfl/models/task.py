@@ -37,8 +37,8 @@ def as_task(
     carries it once. Dropout is active only with a key.
 
     Args: `module` maps [B, ...] to [B, C]; `sample_shape` is that of one sample; `num_classes` is
-    C, as in the data; 0: there are none, and `targets` says what y are, see `regression`, which
-    is what they are by default, with one output, [B, 1].
+    C, as in the data; 0: there are none, and `targets` says what y are, see `regression`, what
+    they are by default, with one output, [B, 1], and `multilabel`, with an output a label, [B, T].
     Raises InputError if the module cannot take samples of this shape or does not return
     one logit per class.
     """
@@ -78,7 +78,8 @@ def as_task(
     )
     if not decayed:
         task = task._replace(loss=sample_loss, sample_loss=None, penalty=None)
-    params = _check(task, type(module).__name__, sample_shape, max(num_classes, 1), decayed, first)
+    outputs = None if targets and targets.labels else max(num_classes, 1)
+    params = _check(task, type(module).__name__, sample_shape, outputs, decayed, first)
     if not first or STATISTICS in params:  # nor of statistics
         return task
     layer = _describe_first_layer(first, params, sample_shape, l2, decayed, logits, measure)
@@ -178,7 +179,7 @@ def _give_output(first: str, params: Params, z: jax.Array) -> Callable[..., Any]
 
 def _loss_of(targets: Targets | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns f(outputs [B, C], y [B]) -> [B]."""
-    return _cross_entropy if targets is None else lambda out, y: targets.loss(out[:, 0], y)
+    return _cross_entropy if targets is None else targets.loss
 
 
 def _cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
@@ -199,12 +200,12 @@ def _check(
     task: Task,
     name: str,
     sample_shape: tuple[int, ...],
-    num_classes: int,
+    outputs: int | None,
     decayed: tuple[str, ...],
     first: str | None,
 ) -> Params:
-    # Returns the parameters' shapes; nothing is computed. What a foreign module may raise is
-    # unknown, hence the broad except.
+    # Returns the parameters' shapes; nothing is computed. `outputs` None: any number of them.
+    # What a foreign module may raise is unknown, hence the broad except.
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
         out = jax.eval_shape(
@@ -216,10 +217,11 @@ def _check(
             f"model {name} cannot take samples of shape {tuple(sample_shape)}: {cause}"
         ) from error
     shape = getattr(out, "shape", type(out).__name__)
-    if shape != (2, num_classes):
+    outputs = shape[1] if outputs is None and len(shape) == 2 else outputs
+    if shape != (2, outputs):
         raise InputError(
             f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2,"
-            f" {num_classes}) is allowed"
+            f" {outputs or 'T'}) is allowed"
         )
     if first and params.get(first, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
         allowed = (

@@ -21,12 +21,13 @@ from rich.table import Table
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.runs.settings import RunSettings
-from fedjax_cfl.scores import ERRORS, find_score
+from fedjax_cfl.scores import ERRORS, SCORES, find_score
 from fedjax_cfl.types import Algorithm
 
 Item = TypeVar("Item")
 # of scores, as curves and glossary call them
 NAMES = {"accuracy": "accuracy", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
+NAMES |= {"micro_f1": "micro-F1", "label_f1": "macro-F1", "exact_match": "exact match"}
 # of a summary's numbers
 WORDS = {
     f"{part}_{name}": f"{short}, {words}"
@@ -38,13 +39,12 @@ WORDS = {
         ("worst10", "worst 10 % of clients"),
     )
 } | {
-    "mae": "MAE",
-    "r2": "R2",
-    "best_rmse": "best RMSE",
-    "final_rmse": "final RMSE",
-    "finetuned_rmse": "finetuned RMSE",
-    "new_clients_rmse": "new clients RMSE",
-    "new_clients_finetuned_rmse": "new clients finetuned RMSE",
+    **{name: NAMES[name] for score in SCORES[1:] for name in score.measured},
+    **{
+        f"{part}_{score.name}": f"{part.replace('_', ' ')} {score.words}"
+        for score in SCORES[1:]
+        for part in ("best", "final", "finetuned", "new_clients", "new_clients_finetuned")
+    },
     "weighted_macro_f1": "macro-F1, by test samples",
     "macro_f1": "macro-F1, mean over clients",
     "ari": "ARI, found and true groups",
@@ -59,7 +59,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
     if name == f"best_{score.name}":
         said = score.format(value)
         return f"{said} in round {summary.get('best_round')}, of {summary.get('best_of')} tests"
-    if "accuracy" in name or "_f1" in name:
+    if "accuracy" in name or name.endswith(("_f1", "exact_match")):
         return f"{value:.2%}"
     if name.endswith("_per_s"):
         return f"{value:,.1f} /s"
@@ -246,8 +246,7 @@ def format_summary(summary: dict) -> dict:
         name: summary[name]
         for name in summary
         if name in SUMMARY_FIELDS
-        or (name.endswith((score.name, *ERRORS)) and not isinstance(summary[name], list))
-        or "_f1" in name
+        or (name.endswith((*score.measured, "_f1")) and not isinstance(summary[name], list))
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),
         **{

@@ -50,7 +50,7 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
     indexed = any(one.sample is not None for one in data)
 
     def padded(one: FederatedData) -> FederatedData:
-        held = one.y.size
+        held = len(one.y)
 
         def fill(array, value, length=total):
             array = np.asarray(array)
@@ -82,7 +82,7 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
 
 def row_numbers(data: FederatedData) -> np.ndarray:
     """Returns the row of x [N] of each holding."""
-    return np.arange(data.y.size) if data.sample is None else np.asarray(data.sample)
+    return np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
 
 
 def compile_members(

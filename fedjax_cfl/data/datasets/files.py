@@ -147,7 +147,7 @@ def from_arrays(
     Args: `x` [N, ...], `y`, `client`, `split` and `time` [N] and `concept` [K] are arrays,
     lists, or columns and frames of pandas, polars or Arrow; `time` may hold dates, which become
     whole seconds since the first; `num_classes` None is the largest label + 1, 0 that `y` are
-    numbers to regress. An array of uint8 or float32 is not copied.
+    numbers to regress, or labels [N, T], 0 or 1. An array of uint8 or float32 is not copied.
     Raises InputError for what `npz` would refuse.
     """
     check_arguments(from_arrays, {"num_classes": num_classes})
@@ -250,19 +250,21 @@ def _number_labels(
     path: str, y: np.ndarray, num_classes: int | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Returns class numbers [N] and the names of the classes, None for numbers, or numbers to
-    regress. Raises InputError, with the remedy, for labels in a form that is common but not ours.
+    regress, or labels [N, T]. Raises InputError, with the remedy, for labels in a form that is
+    common but not ours.
     """
     if num_classes == 0:
-        if y.ndim != 1 or y.dtype.kind not in "buif":
+        if y.ndim not in (1, 2) or y.dtype.kind not in "buif":
             raise InputError(
                 f"{path}: y has shape {y.shape} and dtype {y.dtype}, expected numbers to regress"
-                " [N], one a sample"
+                " [N], one a sample, or labels, 0 or 1, [N, T]"
             )
         return y, None
     if y.ndim == 2 and y.shape[1] > 1:
         raise InputError(
             f"{path}: y has shape {y.shape}, one-hot or several labels a sample; expected class"
-            " numbers [N]: of one-hot labels store y.argmax(axis=1)"
+            " numbers [N]: of one-hot labels store y.argmax(axis=1); of several labels, 0 or 1,"
+            " use task=multilabel, in Python num_classes=0"
         )
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
