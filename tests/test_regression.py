@@ -16,7 +16,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.analysis.report import format_tests
 from fedjax_cfl.analysis.statistics import compute_tests
 from fedjax_cfl.cli.build import assemble
-from fedjax_cfl.data.datasets import csv, from_arrays, npy, npz, parquet
+from fedjax_cfl.data.datasets import csv, from_arrays, leaf, npy, npz, parquet
 from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import ServedModels
@@ -369,6 +369,17 @@ def test_files_of_numbers(tmp_path):
         np.testing.assert_array_equal(pool.y, y)
     whole = from_arrays(own["x"], np.arange(24), num_classes=0)  # whole numbers are numbers, too
     assert whole.y.dtype == np.float32 and whole.num_classes == 0
+
+
+def test_leaf_may_have_numbers(tmp_path):
+    held = {"u": {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0.5, -1.5]}, "v": {"x": [[5, 6]], "y": [2]}}
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"users": ["u", "v"], "num_samples": [2, 1], "user_data": held}))
+    pool = leaf(file, num_classes=0)
+    assert pool.y.tolist() == [0.5, -1.5, 2.0] and pool.client.tolist() == [0, 0, 1]
+    text = {"u": {"x": ["ab"], "y": ["c"]}}
+    file.write_text(json.dumps({"user_data": text}))
+    assert leaf(file, num_classes=0).num_classes > 0  # the next character is a class
 
 
 X = np.zeros((3, 2), np.float32)

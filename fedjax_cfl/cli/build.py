@@ -47,7 +47,8 @@ INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` lo
 PLAN_SETTINGS = ("rounds", "eval_every", "discard", "eval_auxiliary", "eval_distance")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
-NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
+FILES = "csv", "huggingface", "leaf", "npy", "npz", "parquet"
+NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in FILES]
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -192,7 +193,7 @@ def check_task(config: dict[str, Any], pool: Pool) -> None:
     if pool.num_classes:
         raise InputError(
             f"task={asked}: dataset={config['dataset']['name']} has classes; use a file of your"
-            " own, dataset=csv, parquet, npz or npy, or task=classification"
+            f" own, dataset={', '.join(FILES)}, or task=classification"
         )
     if asked == "classification":
         raise InputError(f"dataset.source.num_classes=0: y are no classes; use task={there}")

@@ -18,7 +18,7 @@ from fedjax_cfl.data.datasets.pool import (
 )
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, check_arguments
 
 # (labels, samples of each): more labels, each in fewer samples, are no classes
 UNLIKELY_CLASSES = ((1000, 10), (50, 2))
@@ -46,10 +46,11 @@ def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     return build_pool(str(path), arrays, num_classes)
 
 
-def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
+def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
     with train/ and test/ (then `test` is set).
 
+    With `num_classes` 0 y are numbers to regress, but those of text.
     Of windows of text (Shakespeare) x [N, T] are the numbers of their characters, and the label is
     the one that follows, of `leaf_json.CHARACTERS`; others, if there are any, are one more class.
     Raises InputError for files that cannot be read and for what does not fit; a `num_samples` that
@@ -76,7 +77,7 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     classes, class_names = _count_classes(str(path), num_classes), None
     if x.dtype == np.int32:
         class_names = name_characters(str(path), x, y)
-        classes = len(class_names) if num_classes is None else classes
+        classes = num_classes or len(class_names)
     owner = number_owners(client)
     pool = Pool(x, y, classes, owner, test, class_names=class_names, client_names=names)
     return check_pool(pool, str(path))

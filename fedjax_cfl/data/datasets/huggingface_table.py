@@ -121,7 +121,8 @@ def _make_pool(
 ) -> Pool:
     """Returns the pool of all files' rows."""
     table, sizes = _read_table(root, sources, roles)
-    y, names = columns.read_labels(table[roles.y])
+    read = columns.read_targets if num_classes == 0 else columns.read_labels
+    y, names = read(table[roles.y])
     arrays: dict[str, np.ndarray] = {"y": y}
     clients = None
     if for_testing is not None:
@@ -140,7 +141,7 @@ def _make_pool(
             f" classes as column {roles.y} names"
         )
     arrays["x"] = columns.read_samples(table[name] for name in roles.x)
-    pool = build_pool(str(root), arrays, num_classes or (len(names) if names else None))
+    pool = build_pool(str(root), arrays, num_classes or (len(names) if names else num_classes))
     if clients is not None and clients != tuple(range(len(clients))):
         pool = pool._replace(client_names=clients)
     return pool._replace(class_names=names) if names else pool

@@ -29,7 +29,9 @@ NAMES = Rule(
 )
 
 
-Names = Annotated[list[str] | str, NAMES]
+Names = Annotated[
+    list[str] | str, Rule(NAMES.allowed, lambda value: value != [] and NAMES.holds(value))
+]
 OptionalName = Annotated[str | None, or_none(NAME)]
 OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
 
