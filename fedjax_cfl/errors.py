@@ -58,14 +58,14 @@ def warn(line: str) -> None:
     print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
 
 
-# what `warn_of_file` has said in the command that runs; None: a program calls, and every call says
-# what it has found
+# what the command that runs has said; None: a program calls, and every call says what
+# it has found
 _said: set[str] | None = None
 
 
 @contextlib.contextmanager
 def as_command() -> Iterator[None]:
-    """Lets `warn_of_file` say a line once in all that runs meanwhile, as the runs of a sweep."""
+    """Lets lines be new once in all that runs meanwhile, as the runs of a sweep."""
     global _said
     _said = set()
     try:
@@ -74,9 +74,16 @@ def as_command() -> Iterator[None]:
         _said = None
 
 
+def is_new(line: str) -> bool:
+    """Returns whether a line has not been said yet by the command that runs, which is to say it."""
+    if _said is None:
+        return True
+    new = line not in _said
+    _said.add(line)
+    return new
+
+
 def warn_of_file(line: str) -> None:
     """Prints a warning about what a file holds; in a command, whose runs may all read it, once."""
-    if _said is None or line not in _said:
+    if is_new(line):
         warn(line)
-    if _said is not None:
-        _said.add(line)

@@ -239,6 +239,7 @@ def test_the_runs_of_a_sweep_say_once_what_a_file_holds(fedjax_cfl, tmp_path, ca
     )
     assert status == 0 and out.count("written to") == 2, err
     assert err.count("are no images are left out (1)") == 1
+    assert out.count("clients_per_round=2: all clients") == 1
     for _ in range(2):  # from Python every call says it
         image_folder(tmp_path / "own")
     assert capsys.readouterr().err.count("are no images are left out (1)") == 2

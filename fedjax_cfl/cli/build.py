@@ -27,7 +27,7 @@ from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
 from fedjax_cfl.data.scaling import describe_scales, standardize
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, is_new
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
@@ -115,8 +115,8 @@ def build(config: dict[str, Any], fits: bool = True) -> tuple[Setup, Local]:
 
 
 def say(line: str | None) -> None:
-    """Prints a line, if there is one, in process 0 alone."""
-    if line and distributed.is_primary():
+    """Prints a line about the data, if there is one, in process 0 alone, and once in a command."""
+    if line and distributed.is_primary() and is_new(line):
         print(line)
 
 

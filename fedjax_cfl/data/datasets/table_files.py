@@ -96,6 +96,8 @@ def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator
     except Exception as error:  # pyarrow raises many kinds
         said = line_of(error)
         hint = ": save it as UTF-8" if "UTF8" in said else ""
+        if "Expected 1 col" in said:  # the line of names is one name
+            hint = """: name another, as 'dataset.source.delimiter=";"'"""
         raise InputError(
             f"{path}: file cannot be read ({said}), expected a CSV with a line of names and"
             f" cells between {dialect.delimiter!r}{hint}"
