@@ -217,8 +217,8 @@ def _check(
             f"model {name} cannot take samples of shape {tuple(sample_shape)}: {cause}"
         ) from error
     shape = getattr(out, "shape", type(out).__name__)
-    outputs = shape[1] if outputs is None and len(shape) == 2 else outputs
-    if shape != (2, outputs):
+    any_number = outputs is None and len(shape) == 2
+    if shape != (2, shape[1] if any_number else outputs):
         raise InputError(
             f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2,"
             f" {outputs or 'T'}) is allowed"

@@ -153,8 +153,16 @@ def client_labels(
         sums = sum_by_client(values, owner, num_clients)
         return jnp.where(samples > 0, sums / jnp.maximum(samples, 1), jnp.nan)
 
-    f1, match = count_label_f1(hits, named), mean(right.all(1))
-    return LabelMetrics(samples, *f1.values(), match, mean(loss), hits, named)
+    f1 = count_label_f1(hits, named)
+    return LabelMetrics(
+        samples=samples,
+        micro_f1=f1["micro_f1"],
+        label_f1=f1["label_f1"],
+        exact_match=mean(right.all(1)),
+        loss=mean(loss),
+        hits=hits,
+        named=named,
+    )
 
 
 def count_label_f1(hits: Any, named: Any) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def read_pool(
     found = read_columns(table, roles, [] if with_images else features, texts, targets)
     parts = {role: found[name] for role, name in roles.items()}
     if several:
-        parts["y"] = np.column_stack([parts.pop(f"y[{place}]") for place in range(len(several))])
+        parts["y"] = _stack_features([parts.pop(f"y[{place}]") for place in range(len(several))])
     if with_images and stack:
         rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
         x = stack(_iterate_images(table, features[0]), rows)
