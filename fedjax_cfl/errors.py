@@ -3,9 +3,10 @@ value and what is allowed. And warnings, a line each.
 """
 
 import argparse
+import contextlib
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 
 class InputError(ValueError):
@@ -55,3 +56,34 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> ar
 def warn(line: str) -> None:
     """Prints a warning on stderr: something is missing or lost, and the run goes on."""
     print(f"fedjax-cfl: warning: {line}", file=sys.stderr)
+
+
+# what the command that runs has said; None: a program calls, and every call says what
+# it has found
+_said: set[str] | None = None
+
+
+@contextlib.contextmanager
+def as_command() -> Iterator[None]:
+    """Lets lines be new once in all that runs meanwhile, as the runs of a sweep."""
+    global _said
+    _said = set()
+    try:
+        yield
+    finally:
+        _said = None
+
+
+def is_new(line: str) -> bool:
+    """Returns whether a line has not been said yet by the command that runs, which is to say it."""
+    if _said is None:
+        return True
+    new = line not in _said
+    _said.add(line)
+    return new
+
+
+def warn_of_file(line: str) -> None:
+    """Prints a warning about what a file holds; in a command, whose runs may all read it, once."""
+    if is_new(line):
+        warn(line)

@@ -144,7 +144,7 @@ def _run_in_dir(
         status = train_in_dir(member, setup, None, write_settings)
         if status:
             raise KeyboardInterrupt if status == 130 else SystemExit(status)
-    return load_run(run_dir, find_module(setup.task))
+    return load_run(run_dir, find_module(setup.task), setup.task.targets)
 
 
 def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Any:

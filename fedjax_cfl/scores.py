@@ -1,5 +1,5 @@
-"""What runs are compared by: the accuracy of classes, or the root mean square error (RMSE) of
-numbers that are regressed. Rows and summaries say which by the fields that they have.
+"""What runs are compared by: the accuracy of classes, the root mean square error (RMSE) of numbers
+that are regressed, the micro-F1 of labels. Rows and summaries say which by the fields they have.
 """
 
 from collections.abc import Mapping
@@ -14,6 +14,8 @@ class Score(NamedTuple):
     axis: str  # what an axis says of it
     higher: bool  # True: the higher the better
     percent: bool  # True: a share, shown in percent
+    gain: str  # what a comparison calls how much better it is than a baseline's
+    measured: tuple[str, ...]  # all that is measured of a client, of a group and over all
     # what else an evaluation measures, and a summary takes from the last one
     beside: tuple[str, ...]
 
@@ -32,31 +34,55 @@ class Score(NamedTuple):
         return f"{value:.{digits}%}" if self.percent else f"{value:.4g}"
 
 
+def list_beside(name: str, *others: str) -> tuple[str, ...]:
+    """Returns what an evaluation measures beside a score of targets."""
+    every = (name, *others)
+    over_clients = (f"{part}_{one}" for part in ("macro", "worst10") for one in every)
+    by_group = (f"{part}_{one}" for part in ("group", "concept") for one in every)
+    return (*others, *over_clients, "ari", "group_sizes", *by_group)
+
+
 ERRORS = ("rmse", "mae", "r2")  # what a regression measures
+LABEL_SCORES = ("micro_f1", "label_f1", "exact_match")  # what is measured of labels
 ACCURACY = Score(
-    "accuracy", "accuracy", "correct test samples", True, True,
+    "accuracy", "accuracy", "correct test samples", True, True, "accuracy_gain", ("accuracy",),
     ("macro_accuracy", "weighted_macro_f1", "macro_f1", "worst10_accuracy", "ari", "group_sizes",
      "group_accuracy", "concept_accuracy"),
 )  # fmt: skip
 RMSE = Score(
-    "rmse", "RMSE", "root mean square error", False, False,
-    ("mae", "r2", *(f"{part}_{name}" for part in ("macro", "worst10") for name in ERRORS), "ari",
-     "group_sizes", *(f"{part}_{name}" for part in ("group", "concept") for name in ERRORS)),
+    "rmse", "RMSE", "root mean square error", False, False, "rmse_reduction", ERRORS,
+    list_beside(*ERRORS),
 )  # fmt: skip
-SCORES = (ACCURACY, RMSE)
+MICRO_F1 = Score(
+    "micro_f1", "micro-F1", "micro-F1 of the labels", True, True, "f1_gain", LABEL_SCORES,
+    list_beside(*LABEL_SCORES),
+)  # fmt: skip
+SCORES = (ACCURACY, RMSE, MICRO_F1)
 
 
 def find_owner(measure: str) -> Score | None:
     """Returns the score whose runs alone have a measure of this name, None: all have it."""
-    if ACCURACY.name in measure:
+    for score in SCORES:
+        if measure == score.gain or any(name in measure for name in score.measured):
+            return score
+    return None
+
+
+def choose_score(num_classes: int, y: Any) -> Score:
+    """Returns the score of models of `num_classes` classes, of numbers y [N] or labels [N, T]."""
+    if num_classes:
         return ACCURACY
-    return RMSE if any(name in measure for name in ERRORS) else None
+    return RMSE if y.ndim == 1 else MICRO_F1
 
 
 def find_score(fields: Mapping[str, Any]) -> Score:
     """Returns the score of a row, of a summary, or of anything else with such fields."""
-    regressed = any(name in fields for name in ("rmse", "final_rmse", "best_rmse"))
-    return RMSE if regressed else ACCURACY
+    for score in (RMSE, MICRO_F1):
+        if any(
+            name in fields for name in (score.name, f"final_{score.name}", f"best_{score.name}")
+        ):
+            return score
+    return ACCURACY
 
 
 def score_of(rows: list[dict[str, Any]]) -> Score:

@@ -1,9 +1,10 @@
 """Data types and axis letters: read this file first.
 
 Axis letters of shape comments: K clients, S cohort slots (clients of one round, padded), m groups
-(static maximum), P parameters, N samples, B batch, C classes (of a regression 1, its output). What
-another letter stands for is said where it is used. A pytree with a leading axis is written like an
-array: `groups [m, ...]` is a parameter pytree whose every leaf has a leading axis m.
+(static maximum), P parameters, N samples, B batch, C classes (of a regression 1, its output), T
+labels a sample. What another letter stands for is said where it is used. A pytree with a leading
+axis is written like an array: `groups [m, ...]` is a parameter pytree whose every leaf has a
+leading axis m.
 
 What a compiled round carries or edits is a frozen dataclass that changes by `.replace`; the rest,
 as functions that travel together, are NamedTuples.
@@ -37,6 +38,15 @@ class FirstLayer(NamedTuple):
     penalty: Callable[[Params], ArrayLike]  # (params without the kernel) -> [], their L2
 
 
+class Targets(NamedTuple):
+    """What y are where they are no classes, see `models.regression` and `models.multilabel`."""
+
+    loss: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs [B, T], y) -> [B]
+    # as the settings of a run name them: `_target_` and its arguments; (): the loss is your own
+    settings: tuple[tuple[str, Any], ...] = ()
+    labels: bool = False  # y [B, T] are labels, 0 or 1; False: y [B] are numbers, and T is 1
+
+
 class Task(NamedTuple):
     """A supervised problem: all that an algorithm knows of Flax.
 
@@ -45,26 +55,27 @@ class Task(NamedTuple):
     """
 
     init: Callable[[Key], Params]  # random initial parameters
-    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or `error`,
-    # + L2; dropout only with a key
+    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or that of
+    # `targets`, + L2; dropout only with a key
     loss: Callable[..., jax.Array]
-    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, or [B, 1] numbers; no dropout
+    # (params, x [B, ...], owner [B] = None) -> [B, C] logits, [B, 1] numbers, or [B, T] logits of
+    # labels; no dropout
     predict: Callable[..., jax.Array]
     # `loss` without its part that depends on the model alone, and that part: (params) -> []. None:
     # there is none
     sample_loss: Callable[..., jax.Array] | None = None
     penalty: Callable[[Params], ArrayLike] | None = None
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
-    # (outputs - targets [B]) -> [B], the loss of a regression; None: y are classes
-    error: Callable[[jax.Array], jax.Array] | None = None
+    targets: Targets | None = None  # None: y are classes
 
 
 class Pool(NamedTuple):
     """Labelled samples on the host, before clients hold them."""
 
     x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
-    y: np.ndarray  # [N] int32, 0 .. num_classes - 1; float32, any numbers, without classes
-    num_classes: int  # C; 0: there are no classes, y are numbers to regress
+    # [N] int32, 0 .. num_classes - 1; without classes float32, [N] any numbers or [N, T] labels
+    y: np.ndarray
+    num_classes: int  # C; 0: there are no classes, y are numbers to regress, or labels, 0 or 1
     # [N] int32, the natural owner of each sample, where the source names one
     client: np.ndarray | None = None
     # [N] bool, True in the source's own test split, where it has one
@@ -133,7 +144,7 @@ class FederatedData(struct.PyTreeNode):
     test: ClientIndex
     concept: jax.Array  # [K] int32, ground-truth group, -1 where unknown
     shifted: jax.Array  # [K] bool, the client's data changed at the start of this round
-    num_classes: int = struct.field(pytree_node=False)  # C; 0: y are numbers to regress
+    num_classes: int = struct.field(pytree_node=False)  # C; 0: y are numbers or labels
     # the most training samples that one client may ever hold
     max_client_samples: int = struct.field(pytree_node=False)
     # False: no client's samples ever change

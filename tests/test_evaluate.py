@@ -181,8 +181,12 @@ def test_a_client_beyond_the_last_has_no_model():
 def test_parts_are_entered_whatever_their_order():
     """The part of clients 0 and 1 has room for a third one."""
 
+    def empty(clients):
+        labels = jnp.zeros(9, jnp.int32)
+        return evaluate.empty(SimpleNamespace(num_clients=clients, num_classes=2, y=labels))
+
     def part(samples):
-        found = evaluate.empty(3, 2)
+        found = empty(3)
         table = found.clients.replace(samples=jnp.array(samples), loss=jnp.array(samples) / 10)
         return found._replace(
             clients=table, totals=jax.tree.map(lambda each: each + 1, found.totals)
@@ -190,7 +194,7 @@ def test_parts_are_entered_whatever_their_order():
 
     late, early = (part([3, 4, 0]), 2), (part([1, 2, 0]), 0)
     for parts in ((early, late), (late, early)):
-        found = evaluate.empty(5, 2)
+        found = empty(5)
         for more, first in parts:
             found = evaluate.merge(found, more, first)
         assert found.clients.samples.tolist() == [1, 2, 3, 4, 0]

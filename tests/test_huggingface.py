@@ -90,6 +90,18 @@ def test_a_saved_data_set(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_numbers_and_labels(tmp_path):
+    values, marks = [0.5, -1.0, 2.0, 3.5], [[1, 0], [0, 0], [1, 1], [0, 1]]
+    table = rows(price=pa.array(values, pa.float32()), marks=pa.array(marks))
+    folder = save(tmp_path / "a", table)
+    pool = huggingface(folder, y="price", num_classes=0)
+    assert pool.y.tolist() == values and pool.num_classes == 0 and pool.class_names is None
+    assert huggingface(folder, y="marks", num_classes=0).y.tolist() == marks
+    assert huggingface(folder, y="label", num_classes=0).y.tolist() == [0, 1, 1, 0]
+    one_line("expected one label a sample", huggingface, folder, y="marks")
+    one_line("has type string, expected numbers", huggingface, folder, y="writer_id", num_classes=0)
+
+
 def test_owners_that_are_not_used_are_mentioned(tmp_path, capsys):
     assert huggingface(save(tmp_path / "a", rows())).client is None
     assert "dataset.source.client=writer_id" in capsys.readouterr().err

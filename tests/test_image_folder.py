@@ -3,6 +3,7 @@ that is refused.
 """
 
 import io
+import json
 import os
 import struct
 import zlib
@@ -225,7 +226,23 @@ def test_what_systems_leave_is_passed_over_and_other_files_are_said(tmp_path, ca
     assert len(pool.y) == 1 and pool.class_names == ("a",) and capsys.readouterr().err == ""
     written(tmp_path, {"notes.txt": b"x", "a/labels.csv": b"x"})
     assert len(image_folder(tmp_path).y) == 1
-    assert "2 files are no images and are left out: 'a/labels.csv, not" in capsys.readouterr().err
+    assert (
+        "files that are no images are left out (2): 'a/labels.csv, not" in capsys.readouterr().err
+    )
+
+
+def test_the_runs_of_a_sweep_say_once_what_a_file_holds(fedjax_cfl, tmp_path, capsys):
+    written(tmp_path / "own", {f"{k}/{n}.png": A for k in "ab" for n in range(8)} | {"notes": b"x"})
+    status, out, err = fedjax_cfl(
+        "-m algorithm=fedavg dataset=image_folder dataset.source.path=own dataset.clients=2"
+        " partition=iid model=mclr seed=0,1 rounds=1 run_dir=sweep"
+    )
+    assert status == 0 and out.count("written to") == 2, err
+    assert err.count("are no images are left out (1)") == 1
+    assert out.count("clients_per_round=2: all clients") == 1
+    for _ in range(2):  # from Python every call says it
+        image_folder(tmp_path / "own")
+    assert capsys.readouterr().err.count("are no images are left out (1)") == 2
 
 
 BAD = {
@@ -354,11 +371,13 @@ def table(*rows, kind="csv", head=("file_name", "label", "user")) -> bytes:
     """Returns a table of rows, as Arrow writes it."""
     cells = pa.table({name: [row[i] for row in rows] for i, name in enumerate(head)})
     out = io.BytesIO()
+    if kind == "jsonl":
+        return "".join(f"{json.dumps(row)}\n" for row in cells.to_pylist()).encode()
     (pyarrow.csv.write_csv if kind == "csv" else pyarrow.parquet.write_table)(cells, out)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 def test_a_table_beside_the_images_says_what_they_are(kind, tmp_path, capsys):
     rows = [("b/2.png", "dog", 10, "test"), ("a.png", "cat", 9, "train")]
     rows.append(("b/1.png", "dog", 9, "train"))
@@ -408,6 +427,25 @@ def test_what_is_refused_of_a_table_is_named(name, tmp_path):
     written(tmp_path, {"a.png": A})
     (tmp_path / "root" / "link.png").symlink_to(tmp_path / "a.png")
     one_line(says, image_folder, tmp_path / "root")
+
+
+def test_what_is_refused_of_json_lines(tmp_path):
+    file = written(tmp_path, {"a.png": A}) / "metadata.jsonl"
+    lists = b'{"file_name": ["a.png"], "label": 1}\n'
+    nested = b'{"file_name": "a.png", "label": {"x": 1}}\n'
+    cut = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a'
+    mixed = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a.png", "label": "x"}\n'
+    for content, says in {
+        lists: "column file_name holds lists, expected text",
+        nested: "column label holds others",
+        cut: "expected a JSON object in each line",
+        mixed: "expected a JSON object in each line",
+        b"": "expected a JSON object in each line",
+        b"[" * 10**6: "expected a JSON object in each line",
+        b'{"file_name": "a.png"}\n': "column label is missing",
+    }.items():
+        file.write_bytes(content)
+        one_line(says, image_folder, tmp_path)
 
 
 def test_a_table_that_is_not_there(tmp_path):

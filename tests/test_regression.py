@@ -16,7 +16,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.analysis.report import format_tests
 from fedjax_cfl.analysis.statistics import compute_tests
 from fedjax_cfl.cli.build import assemble
-from fedjax_cfl.data.datasets import csv, from_arrays, npy, npz, parquet
+from fedjax_cfl.data.datasets import csv, from_arrays, leaf, npy, npz, parquet
 from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import ServedModels
@@ -27,7 +27,7 @@ LINE = (
 )
 SMALL = f"{LINE} model=mclr preset.l2=0"
 PIVOT = "algorithm", "dataset"
-NEEDS = "needs classes, and y are numbers to regress; "
+NEEDS = "needs a class of each sample, which y are not; "
 
 
 def planted(clients: int = 12, samples: int = 40, seed: int = 0) -> dict[str, np.ndarray]:
@@ -74,8 +74,8 @@ def run(folder):
 def test_a_step_is_that_of_a_twin(loss, first_layer):
     arrays = planted(clients=2)
     data, delta = federate(arrays), 0.7
-    error = cfl.models.regression(loss, delta)
-    task = cfl.as_task(cfl.models.MCLR(1), (3,), data.num_classes, 0.0, error)
+    targets = cfl.models.regression(loss, delta)
+    task = cfl.as_task(cfl.models.MCLR(1), (3,), data.num_classes, 0.0, targets)
     local = cfl.Local(lr=0.1, epochs=2, batch_size=30)  # all samples of a client in each step
     execution = cfl.make_execution(cfl.make_mesh(1), first_layer=first_layer)
     local = local.replace(execution=execution)
@@ -294,6 +294,38 @@ def test_devices_and_the_place_of_the_samples_change_nothing(fedjax_cfl, monkeyp
             for rows in (one, host)), 1e-4)  # fmt: skip
 
 
+def run_from_python(targets, run_dir="run"):
+    data = federate(planted(clients=2))
+    task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0, targets)
+    algorithm = cfl.algorithms.fedavg(task, cfl.Local(0.05, 1, 10), cfl.select.uniform(2))
+    key, settings = jax.random.key(0), {"algorithm": "fedavg"}
+    more = {"rounds": 1, "run_dir": run_dir, "settings": settings, "verbose": False}
+    return cfl.run(algorithm, task, data, key, **more)
+
+
+def test_a_run_from_python_keeps_its_loss(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    huber = cfl.models.regression("huber", 0.5)
+    run_from_python(huber)
+    run = cfl.load_run("run")
+    params, x = jax.tree.map(lambda leaf: 0 * leaf[0], run.final.models), jnp.zeros((1, 3))
+    np.testing.assert_allclose(run.task.loss(params, x, jnp.ones(1)), 0.5 * (1 - 0.25))
+    said = one_line("not those of the run", cfl.load_run, "run", None, cfl.models.regression())
+    assert "loss=huber delta=0.5" in said and cfl.load_run("run", targets=huber)
+    for other in (cfl.models.regression("huber", 0.7), cfl.models.regression()):
+        one_line("is of a different run", run_from_python, other)
+
+
+def test_a_loss_of_ones_own_is_given_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = cfl.models.regression(jnp.abs)
+    assert run_from_python(own).task.targets is own
+    one_line("the run had a loss of your own", cfl.load_run, "run")
+    run = cfl.load_run("run", targets=own)
+    params = jax.tree.map(lambda leaf: 0 * leaf[0], run.final.models)
+    np.testing.assert_allclose(run.task.loss(params, jnp.zeros((1, 3)), 3 * jnp.ones(1)), 3)
+
+
 def test_choosing_k_by_rmse():
     data = federate(planted())
     task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0)
@@ -339,6 +371,17 @@ def test_files_of_numbers(tmp_path):
     assert whole.y.dtype == np.float32 and whole.num_classes == 0
 
 
+def test_leaf_may_have_numbers(tmp_path):
+    held = {"u": {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0.5, -1.5]}, "v": {"x": [[5, 6]], "y": [2]}}
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"users": ["u", "v"], "num_samples": [2, 1], "user_data": held}))
+    pool = leaf(file, num_classes=0)
+    assert pool.y.tolist() == [0.5, -1.5, 2.0] and pool.client.tolist() == [0, 0, 1]
+    text = {"u": {"x": ["ab"], "y": ["c"]}}
+    file.write_text(json.dumps({"user_data": text}))
+    assert leaf(file, num_classes=0).num_classes > 0  # the next character is a class
+
+
 X = np.zeros((3, 2), np.float32)
 
 
@@ -348,7 +391,8 @@ X = np.zeros((3, 2), np.float32)
         ([1.0, np.nan, 2.0], "y is nan in sample 1, expected numbers to regress that are finite"),
         ([1.0, 2.0, 1e60], "y is inf in sample 2"),
         (["a", "b", "c"], "dtype <U1, expected numbers to regress [N], one a sample"),
-        (np.zeros((3, 2)), "y has shape (3, 2)"),
+        (np.full((3, 2), 2.0), "y is 2.0 in sample 0, label 0, expected 0 or 1 of each label"),
+        (np.zeros((3, 2, 1)), "y has shape (3, 2, 1)"),
     ],
 )
 def test_numbers_that_nothing_can_be_learned_of(y, says):
@@ -385,8 +429,8 @@ def test_tasks_and_data_must_agree():
     run = {"rounds": 1}
     said = one_line("y are numbers", cfl.run, algorithm, classes, data, jax.random.key(0), **run)
     assert "num_classes=0" in said
-    error = cfl.models.regression()
-    one_line("num_classes=2: a regression", cfl.as_task, cfl.models.MCLR(2), (3,), 2, error=error)
+    targets = cfl.models.regression()
+    one_line("num_classes=2: y are", cfl.as_task, cfl.models.MCLR(2), (3,), 2, targets=targets)
     one_line("(2, 1) is allowed", cfl.as_task, cfl.models.MCLR(2), (3,), 0)
     one_line("task.delta=-1", cfl.models.regression, "huber", -1.0)
 

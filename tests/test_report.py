@@ -289,15 +289,19 @@ def multirun(tmp_path):
 
 
 def test_compare_by_hand(multirun, tmp_path, capsys):
-    save(multirun / "unfinished", [row(1, 0.1)], finished=False)
+    save(multirun / "stopped", [row(1, 0.1)], finished=False)
+    save(multirun / "empty", [], finished=False)
+    (multirun / "compiled" / ".hydra").mkdir(parents=True)
+    (multirun / "compiled" / ".hydra" / "config.yaml").touch()
     out = tmp_path / "new" / "out"
     assert compare.main([str(multirun), "--out", str(out), "--target", "0.4"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        "skipped, unfinished" in printed
-        and "30.00 ± 10.00" in printed
-        and "rounds to 40 %" in printed
-    )
+    skipped = [line.partition(": ")[2] for line in printed.splitlines() if "skipped" in line]
+    assert skipped == [
+        f"1 run with no summary.json: {multirun / 'stopped'}",
+        f"2 runs with no evaluated round yet: {multirun / 'compiled'}, {multirun / 'empty'}",
+    ]
+    assert "30.00 ± 10.00" in printed and "rounds to 40 %" in printed
     with (out / "compare.csv").open() as handle:
         found = {line["algorithm"]: line for line in csv.DictReader(handle)}
     assert list(found) == ["fedavg", "fedgroup", "ifca"]

@@ -18,17 +18,20 @@ from PIL import Image
 from scipy.stats import binomtest, norm, permutation_test, wilcoxon
 
 from fedjax_cfl.analysis import statistics
+from fedjax_cfl.analysis.compare import reduce_set
 from fedjax_cfl.analysis.compare_outputs import draw_comparison
 from fedjax_cfl.analysis.plot import format_written
-from fedjax_cfl.analysis.plot_costs import draw_costs, last_cost
+from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.report import (
     DPI,
+    Found,
     format_estimate,
     hide_path,
     load_costs,
     name_runs,
     read_run_tables,
+    render,
     report,
     to_png,
 )
@@ -95,6 +98,36 @@ def test_a_page_has_all_parts(page, runs):
     assert len(written) == 3 * len(names)
     assert {"costs.png", "costs.svg", "costs.pdf"} <= set(written)
     assert "algorithm._target_" in page
+
+
+def test_a_page_names_what_its_runs_share_and_explains_what_it_has(page):
+    assert "<h1>2 runs in 2 sets on digits</h1>" in page
+    assert "All have dataset digits, partition iid, model mclr." in page
+    assert "exact tests" not in page and "One seed: no interval and no test." in page
+    rows = [row | {"sim_time_s": 0.0} for row in ROWS]
+    run = results.summarize_rows(rows) | {"rows": rows} | {name: None for name in COSTS}
+    groups = [
+        reduce_set(
+            {"label": f"{method} {data}", "method": method, "dataset": data, "partition": "iid"}
+            | {"model": "", "members": [run | {"seed": seed, "dataset": data} for seed in (0, 1)]}
+        )
+        for method in ("a", "b")
+        for data in ("digits", "mnist")
+    ]
+    few = {"title": "", "folder": "", "numbers": {}, "overrides": [], "settings": {}}
+    both = render(Found(groups, [few | {"clients": None}] * 8, {}), {})
+    assert "in 4 sets</h1>" in both and "All have partition iid." in both
+    assert "exact tests" in both and "One seed" not in both
+
+
+def test_a_bar_shows_what_a_report_does_on_a_terminal_alone(runs, monkeypatch, capsys):
+    def said():
+        report([runs / "fedavg"], runs / "one.html")
+        return capsys.readouterr().err
+
+    assert said() == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert all(what in said() for what in ("reading runs", "drawing runs", "writing pictures"))
 
 
 def test_nothing_is_fetched(page):

@@ -156,6 +156,7 @@ BAD_CSV = {
     "utf-16": ("p,y\n1,a\n".encode("utf-16"), dict(y="y"), "cannot be read"),
     "two of a name": (b"p,p,y\n1,2,a\n", dict(y="y"), "column 'p' is there 2 times"),
     "no such column": (b"p,label\n1,a\n", dict(y="lable"), "did you mean 'label'?"),
+    "decimal commas": (b"p;y\n1,5;a\n", dict(y="y"), "name another, as 'dataset.source.delimiter="),
     "another delimiter": (b"p;y\n1;a\n", dict(y="y"), "'p;y': is it the delimiter?"),
     "a column twice": (b"p,y\n1,2\n", dict(y="y", x=["p", "y"]), "y is y, x"),
     "no features": (b"p,y\na,2\n", dict(y="y"), "no column of features is left"),

@@ -31,9 +31,10 @@ from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
+from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
-from fedjax_cfl.scores import ACCURACY, score_of
+from fedjax_cfl.scores import score_of
 
 
 def compare(
@@ -104,10 +105,12 @@ def compare_runs(
     a table of one by the other, of a `measure`, as pivot.csv, .md and .tex, see `pivot.make_pivot`.
     """
     if target is not None and not target > 0:
-        raise InputError(f"target must be an accuracy in (0, 1], or an RMSE above 0, not {target}")
-    runs = [read_run(run_dir, target) for run_dir in find_runs(list(paths))]
-    if target is not None and target > 1 and ACCURACY in (score_of(run["rows"]) for run in runs):
-        raise InputError(f"target must be an accuracy in (0, 1], not {target}")
+        raise InputError(f"target must be a score above 0, as 0.8 of accuracy, not {target}")
+    run_dirs = follow(find_runs(list(paths)), "reading runs")
+    runs = [read_run(run_dir, target) for run_dir in run_dirs]
+    shares = [kind.words for run in runs if (kind := score_of(run["rows"])).percent]
+    if target is not None and target > 1 and shares:
+        raise InputError(f"target must be a share in (0, 1], as {shares[0]} is, not {target}")
     sets = merge_seeds(add_shared_best(runs))
     sets = sets if baseline is None else add_baseline(sets, baseline)
     groups = [reduce_set(one) for one in sets]

@@ -2,7 +2,7 @@
 or be of something else.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedjax_cfl.runs.results import (
     summarize_rows,
 )
 from fedjax_cfl.runs.scoring import scored_rounds
-from fedjax_cfl.scores import ERRORS, SCORES
+from fedjax_cfl.scores import SCORES
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
@@ -30,7 +30,7 @@ NUMBERS = (
         for score in SCORES
         for part in ("best", "final", "last10_evals", "macro", "worst10")
     ),
-    *ERRORS,
+    *(name for score in SCORES[1:] for name in score.measured),
     "ari",
     "rounds_to_target",
     "units",
@@ -48,10 +48,10 @@ MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns the finished runs at or below `paths`, sorted, each once; prints a line
-    for every unfinished one.
+    """Returns the finished runs at or below `paths`, sorted, each once; prints which are left out
+    because they are unfinished.
     """
-    finished, unfinished = set(), set()
+    finished, begun = set(), dict[Path, str]()
     for path in map(Path, paths):
         if not path.is_dir():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -60,16 +60,32 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
                 f"no folder {str(path)!r}{suggest_nearest(path.name, siblings)}: expected a run"
                 " directory or a folder of runs"
             )
-        finished |= {file.parent.resolve() for file in path.rglob("summary.json")}
-        unfinished |= {file.parent.resolve() for file in path.rglob(METRICS_FILE)}
-    for run_dir in sorted(unfinished - finished):
-        said = f"skipped, unfinished ({METRICS_FILE} but no summary.json): {run_dir}"
-        print(escape_text(said), flush=True)
+        finished |= {file.parent.resolve() for file in path.rglob(SUMMARY_FILE)}
+        folders = [file.parent for file in path.rglob(METRICS_FILE)]
+        # a run that was killed while it was compiled has nothing but its settings
+        folders += [file.parent.parent for file in path.rglob(".hydra/config.yaml")]
+        begun |= {folder.resolve(): str(folder) for folder in folders}
+    print_unfinished({run_dir: name for run_dir, name in begun.items() if run_dir not in finished})
     if not finished:
         raise InputError(
-            f"no finished run (summary.json) in {', '.join(repr(str(path)) for path in paths)}"
+            f"no finished run ({SUMMARY_FILE}) in {', '.join(repr(str(path)) for path in paths)}"
         )
     return sorted(finished)
+
+
+def print_unfinished(found: Mapping[Path, str]) -> None:
+    """Prints how many runs are unfinished and which, by their names: those that have rounds, and
+    those that were stopped before their first evaluated round.
+    """
+    evaluated, others = list[str](), list[str]()
+    for run_dir, name in sorted(found.items()):
+        file = run_dir / METRICS_FILE
+        (evaluated if file.is_file() and file.stat().st_size else others).append(name)
+    for names, what in ((evaluated, f"no {SUMMARY_FILE}"), (others, "no evaluated round yet")):
+        if names:
+            count = f"{len(names)} run{'s' * (len(names) > 1)}"
+            said = f"skipped, unfinished: {count} with {what}: {', '.join(names)}"
+            print(escape_text(said), flush=True)
 
 
 def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
-from fedjax_cfl.scores import ACCURACY, score_of
+from fedjax_cfl.scores import SCORES, score_of
 
-RELATIVE = ("accuracy_gain", "rmse_reduction", "speedup")  # measures that need a baseline
+RELATIVE = (*(score.gain for score in SCORES), "speedup")  # measures that need a baseline
 
 Rows = list[dict[str, Any]]  # of metrics.jsonl
 
@@ -39,7 +39,7 @@ def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
     The speed-up is None if the run does not reach it.
     """
     score = score_of(rows)
-    gain = "accuracy_gain" if score is ACCURACY else "rmse_reduction"
+    gain = score.gain
     if rows is baseline:
         return {gain: 0.0, "speedup": 1.0}
     own, target = tail_macro_score(rows), tail_macro_score(baseline)

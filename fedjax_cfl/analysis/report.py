@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from fedjax_cfl.analysis import compare, flows
-from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
+from fedjax_cfl.analysis.compare_inputs import DATA, find_runs, read_run
 from fedjax_cfl.analysis.compare_outputs import MEASURES, format_number, keep_known
 from fedjax_cfl.analysis.plot import draw_curves, save_pictures
 from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost, score_of_set
@@ -38,7 +38,7 @@ from fedjax_cfl.analysis.statistics import (
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
-from fedjax_cfl.runs.display import title
+from fedjax_cfl.runs.display import follow, title
 from fedjax_cfl.runs.results import read_settings, to_plain, write_text
 from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.scores import SCORES
@@ -54,8 +54,7 @@ SHOWN = (
         for score in SCORES
         for part in ("best", "shared_best", "final", "worst10")
     ),
-    "mae",
-    "r2",
+    *(name for score in SCORES for name in score.measured[1:]),
     "ari",
     "chosen_round",
 )
@@ -100,7 +99,7 @@ def check_out(out: Path) -> None:
 
 def make_report(paths: Iterable[str | Path]) -> Found:
     """Returns what a page about the finished runs at or below `paths` shows."""
-    runs = [load_costs(path) for path in find_runs(list(paths))]
+    runs = [load_costs(path) for path in follow(find_runs(list(paths)), "reading runs")]
     groups = [
         compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))
     ]
@@ -110,9 +109,10 @@ def make_report(paths: Iterable[str | Path]) -> Found:
     # what can be wrong with files is found before anything is drawn
     headings = name_runs(groups)
     most = MAX_CLIENTS // len(runs)
-    shown = [describe_run(run, most, name) for run, name in zip(runs, headings, strict=True)]
+    named = follow(list(zip(runs, headings, strict=True)), "reading clients")
+    shown = [describe_run(run, most, name) for run, name in named]
     drawn = {"costs": draw_costs(groups)}
-    for number, run in enumerate(runs):
+    for number, run in enumerate(follow(runs, "drawing runs")):
         if run["run_dir"] in pictured:
             found = {name: figure for name, figure in draw_run(run).items() if figure is not None}
             drawn |= {f"{number}-{name}": figure for name, figure in found.items()}
@@ -140,7 +140,8 @@ def write_report(
     written = out
     try:
         if out is not None:
-            images = {name: to_png(figure) for name, figure in found.figures.items()}
+            drawn = follow(list(found.figures.items()), "writing pictures")
+            images = {name: to_png(figure) for name, figure in drawn}
             text, before = render(found, images), Path(out).exists()
             write_text(out, text)
             size, runs = len(text.encode()) / 1e6, len(found.runs)
@@ -152,7 +153,7 @@ def write_report(
             before = {path.name for path in folder.iterdir()}
             files = [
                 path.name
-                for name, figure in found.figures.items()
+                for name, figure in follow(list(found.figures.items()), "writing pictures")
                 for path in save_pictures(figure, folder / name)
             ]
             kept = len(before.intersection(files))
@@ -286,6 +287,7 @@ def render(found: Found, images: dict[str, bytes]) -> str:
     names = [name for name in MEASURED if name in shown] + [
         name for name in COSTS if any(run[name] for group in groups for run in group["members"])
     ]
+    differences = _list_differences(groups)
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
@@ -296,11 +298,19 @@ def render(found: Found, images: dict[str, bytes]) -> str:
         groups=[_line(group, names) for group in groups],
         chosen=any(group["chosen_round"][2] for group in groups),
         paired=[MEASURED[name][0] for name in keep_known(PAIRED, groups)],
-        differences=_list_differences(groups),
+        shared=name_shared(groups),
+        differences=differences,
+        tested=any(cell["tests"] for found in differences for cell in found["cells"]),
         runs=found.runs,
         mark=Markup(MARK),
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
     )
+
+
+def name_shared(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns what all sets of runs have in common of their data: name and value."""
+    values = {name: {group[name] for group in groups} - {""} for name in DATA}
+    return {name: hide_path(*found) for name, found in values.items() if len(found) == 1}
 
 
 def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:

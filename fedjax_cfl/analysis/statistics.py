@@ -131,7 +131,7 @@ def list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def compute_tests(differences: Sequence[float], higher: bool = True) -> PairedTests | None:
+def compute_tests(differences: ArrayLike, higher: bool = True) -> PairedTests | None:
     """Returns what exact tests say of differences, None where there are none. Those of 0 say
     nothing about signs and ranks, and are left out there. `higher`: the higher the better.
     """

@@ -26,14 +26,14 @@ from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
 from fedjax_cfl.data.scaling import describe_scales, standardize
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, is_new
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
-from fedjax_cfl.simulation.program import Inputs, check_data, check_regression
+from fedjax_cfl.simulation.program import Inputs, check_data, check_without_classes
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import Faults, System
@@ -45,7 +45,8 @@ INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` lo
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
-NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in ("csv", "npy", "npz", "parquet")]
+FILES = "csv", "huggingface", "leaf", "npy", "npz", "parquet"
+NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in FILES]
 
 
 def resolve_settings(overrides: list[str]) -> dict:
@@ -103,7 +104,7 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     local = build_local(config, task, data, mesh)
     algorithm = build_algorithm(config, task, data, local)
     check_data(algorithm, task, drift, data)
-    check_regression(algorithm, drift, data)
+    check_without_classes(algorithm, drift, data)
     check_mixture(config, algorithm, data)
     if newcomers:
         make, key = with_selection(config, task, data, local), jax.random.key(config["seed"])
@@ -130,8 +131,8 @@ def hold_out(config: dict[str, Any], data: FederatedData) -> tuple[np.ndarray, n
 
 
 def say(line: str | None) -> None:
-    """Prints a line, if there is one, in process 0 alone."""
-    if line and distributed.is_primary():
+    """Prints a line about the data, if there is one, in process 0 alone, and once in a command."""
+    if line and distributed.is_primary() and is_new(line):
         print(line)
 
 
@@ -190,14 +191,22 @@ def asks_validation(config: dict[str, Any]) -> str | None:
     return f"evaluate.patience={patience}" if patience else None
 
 
+def task_of(config: dict[str, Any]) -> str:
+    """Returns the name of the task."""
+    return str(config["task"].get("_target_", "classification")).rpartition(".")[2]
+
+
 def choose_source(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns how samples are read: of a regression, files of the user's own as numbers."""
+    """Returns how samples are read: of numbers and labels, files of the user's own without
+    classes.
+    """
     source = config["dataset"]["source"]
     if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
         return source
     if source["num_classes"]:
         raise InputError(
-            f"dataset.source.num_classes={source['num_classes']}: task=regression has no classes;"
+            f"dataset.source.num_classes={source['num_classes']}: task={task_of(config)} has no"
+            " classes;"
             " use null, or task=classification"
         )
     return source | {"num_classes": 0}
@@ -205,15 +214,24 @@ def choose_source(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_task(config: dict[str, Any], pool: Pool) -> None:
     """Raises InputError where y are not what the task is about."""
-    if config["task"] and pool.num_classes:
+    asked = task_of(config)
+    there = "regression" if pool.y.ndim == 1 else "multilabel"
+    if asked == (there if not pool.num_classes else "classification"):
+        return
+    if pool.num_classes:
         raise InputError(
-            f"task=regression: dataset={config['dataset']['name']} has classes; use a file of your"
-            " own, dataset=csv, parquet, npz or npy, or task=classification"
+            f"task={asked}: dataset={config['dataset']['name']} has classes; use a file of your"
+            f" own, dataset={', '.join(FILES)}, or task=classification"
         )
-    if not config["task"] and not pool.num_classes:
-        raise InputError(
-            "dataset.source.num_classes=0: y are numbers to regress; use task=regression"
-        )
+    if asked == "classification":
+        raise InputError(f"dataset.source.num_classes=0: y are no classes; use task={there}")
+    said = {
+        "regression": "y are labels [N, T], 0 or 1, expected one number a sample; use"
+        " task=multilabel",
+        "multilabel": "y is one number a sample, expected labels [N, T], 0 or 1, of a table"
+        " dataset.source.y=[a,b]; or use task=regression",
+    }
+    raise InputError(f"task={asked}: {said[asked]}")
 
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
@@ -315,15 +333,16 @@ def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> 
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
-    classes, error = pool.num_classes, None
-    module = instantiate_target("model.module", model["module"], num_classes=max(classes, 1))
+    classes, targets = pool.num_classes, None
+    outputs = classes or (1 if pool.y.ndim == 1 else pool.y.shape[1])
+    module = instantiate_target("model.module", model["module"], num_classes=outputs)
     if config["task"]:
-        error = instantiate_target("task", config["task"])
+        targets = instantiate_target("task", config["task"])
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         weight = model.get("l2", 0.0) if l2 is None else l2
-        return as_task(module, shape, classes, weight, error)
+        return as_task(module, shape, classes, weight, targets)
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 

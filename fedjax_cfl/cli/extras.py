@@ -21,10 +21,10 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
 from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
-from fedjax_cfl.scores import ACCURACY, RMSE
+from fedjax_cfl.scores import choose_score
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.evaluate import ClientTable
-from fedjax_cfl.simulation.metrics import average
+from fedjax_cfl.simulation.metrics import ClientMetrics, average
 from fedjax_cfl.simulation.personalize import (
     NewClients,
     assign_newcomers,
@@ -32,7 +32,6 @@ from fedjax_cfl.simulation.personalize import (
     finetune_clients,
     next_key,
 )
-from fedjax_cfl.simulation.regression import ErrorMetrics
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData, ServedModels
 
@@ -45,7 +44,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     algorithm, task = setup.algorithm, setup.task
     at_once = config["clients_per_round"]
 
-    name = (ACCURACY if setup.data.num_classes else RMSE).name
+    name = choose_score(setup.data.num_classes, setup.data.y).name
 
     def finetune(served: ServedModels, data: Any, result: Result) -> ClientTable:
         key = next_key(config["seed"], result.state)
@@ -57,7 +56,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
         if epochs:
             tuned = finetune(algorithm.serve(result.state), result.data, result)
             found.columns[f"finetuned_{name}"] = getattr(tuned, name)
-            found.numbers[f"finetuned_{name}"] = mean_score(tuned)
+            found.numbers[f"finetuned_{name}"] = mean_score(tuned, name)
         if name_newcomers(config):
             new, population = add_newcomers(found, config, setup, result)
             if epochs:
@@ -65,7 +64,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
                 tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
                 columns = found.tables[NEW_CLIENTS_FILE]
                 columns[f"finetuned_{name}"] = getattr(tuned, name)
-                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(tuned)
+                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(tuned, name)
         if compared:
             served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
             clients, alike = compare_updates(task, local, served, result.data, key, compared)
@@ -92,7 +91,7 @@ def add_newcomers(
     make = with_selection(config, task, population, build_local(config, task, population, mesh))
     key = jax.random.key(config["seed"])
     new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
-    names, score = everybody.client_names, ACCURACY if population.num_classes else RMSE
+    names, score = everybody.client_names, choose_score(population.num_classes, population.y)
     found.tables[NEW_CLIENTS_FILE] = {
         "client": held if names is None else [names.names[k] for k in held.tolist()],
         "group": new.groups,
@@ -103,7 +102,7 @@ def add_newcomers(
     }
     found.numbers["new_clients"] = len(held)
     found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
-    found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics)
+    found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics, score.name)
     if name_newcomers(config) == "validation_clients":
         values = np.asarray(getattr(new.metrics, score.name))
         known = values[np.isfinite(values)]
@@ -112,11 +111,12 @@ def add_newcomers(
     return new, population
 
 
-def mean_score(table: ClientTable) -> float:
-    """Returns the accuracy, or the RMSE, over all test samples of the clients that have a model,
+def mean_score(table: ClientTable, name: str) -> float:
+    """Returns the score of this name over all test samples of the clients that have a model,
     added up as that of the run itself; NaN where there are none.
     """
     samples = np.asarray(table.samples)
-    if isinstance(table, ErrorMetrics):
-        return float(np.sqrt(average(np.asarray(table.rmse) ** 2, samples)))
-    return float(average(np.asarray(table.accuracy), samples))
+    if isinstance(table, ClientMetrics):
+        return float(average(np.asarray(table.accuracy), samples))
+    table = jax.tree.map(np.asarray, table)
+    return float(table.by_group(np.where(samples > 0, 0, -1), 1)[name][0])

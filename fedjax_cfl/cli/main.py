@@ -16,7 +16,7 @@ from typing import Any
 
 from fedjax_cfl.cli.conf import CONF, HERE
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, as_command
 from fedjax_cfl.runs.labels import find_version
 
 COMMANDS = {
@@ -38,7 +38,7 @@ def main() -> int:
     """
     guarded = guard_outputs()
     try:
-        with guard_children():
+        with guard_children(), as_command():
             status = run_arguments(sys.argv[1:])
     except InputError as error:
         status = print_error(error)

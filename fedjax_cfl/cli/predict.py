@@ -1,9 +1,9 @@
 """`fedjax-cfl predict RUN_DIR FILE`: predicts samples with the models of a finished run.
 
-An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names; or the numbers that a
-run regressed), client [N] (names as in clients.parquet) and split [N] (0 train, 1 test); any other
-file, or folder, is read with the settings by which the run read its own. A client of the run uses
-its own model.
+An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names; the numbers that a run
+regressed; or labels [N, T]), client [N] (names as in clients.parquet) and split [N] (0 train, 1
+test); any other file, or folder, is read with the settings by which the run read its own. A client
+of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y, unless the method
 places clients by their inputs alone. Where clients of the run mix all models, it finds its weights
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from scipy.special import softmax
 
 from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
@@ -27,7 +26,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write
-from fedjax_cfl.scores import ACCURACY, Score, find_score
+from fedjax_cfl.scores import ACCURACY, MICRO_F1, Score, find_score
 from fedjax_cfl.types import Pool
 
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
@@ -37,10 +36,11 @@ MOST_CLASSES = 20  # of a confusion matrix that is printed
 class Predictions(NamedTuple):
     """One entry for each sample."""
 
-    predicted: np.ndarray  # [N] int32, the class, or float32, the number
+    # [N] int32, the class, float32, the number, or [N, T] int32, 1 for the labels it has
+    predicted: np.ndarray
     model: np.ndarray  # [N] int32, the model that predicted it; of a mixture the heaviest one
     known: np.ndarray  # [N] bool, whether the client has a model in the run
-    probabilities: np.ndarray | None  # [N, C] float32, of the classes; None: there are none
+    probabilities: np.ndarray | None  # [N, C] float32, of classes or labels; None: of numbers
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--out",
         metavar="OUT.npz",
-        help="write predicted, model, known [N] and, of classes, probabilities [N, C]",
+        help="write predicted, model, known [N] and, of classes or labels, probabilities [N, C]",
     )
     given = parse_arguments(parser, argv)
     files = [Path(name) for name in (given.out, given.file) if name]
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
     run = load_run(given.run_dir)
     if given.confusion and not run.num_classes:
-        raise InputError("--confusion: counts classes, and the run regressed numbers")
+        raise InputError("--confusion: counts classes, and the run had none")
     arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
@@ -160,14 +160,14 @@ def predict_all(
     """
     x = run.check_samples(arrays["x"])
     for name in ("y", "client", "split"):
-        if name in arrays and arrays[name].shape != (len(x),):
+        if name in arrays and arrays[name].shape[:1] != (len(x),):
             raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
     if "y" in arrays:
         arrays["y"] = run.check_labels(arrays["y"], len(x))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
-    scores = np.zeros((len(x), max(run.num_classes, 1)), np.float32)
+    scores = np.zeros((len(x), run.outputs), np.float32)
     scaled = x if run.final.scaling is None else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
@@ -194,8 +194,7 @@ def predict_all(
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)
-    chances = softmax(scores, axis=1) if run.num_classes else None
-    return Predictions(run.decide(scores), model, known, chances)
+    return Predictions(run.decide(scores), model, known, run.find_chances(scores))
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -256,9 +255,12 @@ def describe_predictions(
 
 
 def measure(score: Score, predicted: np.ndarray, y: np.ndarray) -> float:
-    """Returns the accuracy, or the RMSE, of predictions [B] of classes or numbers y [B]."""
+    """Returns the score of predictions [B] of classes or numbers y [B], or of labels [B, T]."""
     if score is ACCURACY:
         return float(np.mean(predicted == y))
+    if score is MICRO_F1:
+        hits, named = (predicted * y).sum(), (predicted + y).sum()
+        return float(2 * hits / named) if named else float("nan")
     return float(np.sqrt(np.mean((predicted.astype(float) - y) ** 2)))
 
 

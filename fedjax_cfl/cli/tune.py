@@ -77,7 +77,7 @@ def tune(
         "trial_seeds": trial_seeds,
         "seeds": seeds,
         f"test_{best.kind.name}": final.mean,
-        "test_accuracies" if best.kind is ACCURACY else "test_rmses": final.scores,
+        "test_accuracies" if best.kind is ACCURACY else f"test_{best.kind.name}s": final.scores,
         "overrides": fixed,
     }
     write_columns(out / "trials.csv", [describe(trial) for trial in trials])

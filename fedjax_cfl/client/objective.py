@@ -142,9 +142,11 @@ def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
 
 def output_loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
     """Returns the loss [B], without L2, of what `task.predict` returns [B, C] and y [B]:
-    cross-entropy, or the error of a regression.
+    cross-entropy, or that of targets.
     """
-    return cross_entropy(outputs, y) if task.error is None else task.error(outputs[:, 0] - y)
+    if task.targets is None:
+        return cross_entropy(outputs, y)
+    return task.targets.loss(outputs, y)
 
 
 def refuse_own_judge(local: Local, name: str) -> None:

@@ -24,7 +24,7 @@ def check_arrays(pool: Pool, on_host: bool) -> Pool:
     if pool.num_classes < 0:
         raise InputError(
             f"pool: num_classes={pool.num_classes}, expected at least 1, or 0 where y are numbers"
-            " to regress"
+            " to regress, or labels"
         )
     if not on_host:
         return check_pool(pool, "pool")
@@ -65,11 +65,18 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
 
 
 def check_classes(num_classes: int, what: str, remedy: str) -> None:
-    """Raises InputError where y are numbers to regress, `num_classes` is 0, and `what` needs
-    classes; `remedy` says what to use.
+    """Raises InputError where y are numbers to regress or labels, `num_classes` is 0, and `what`
+    needs classes; `remedy` says what to use.
     """
     if not num_classes:
-        raise InputError(f"{what}: needs classes, and y are numbers to regress; {remedy}")
+        raise InputError(f"{what}: needs a class of each sample, which y are not; {remedy}")
+
+
+def describe_targets(data: FederatedData) -> str:
+    """Returns what y are, in words."""
+    if data.num_classes:
+        return f"{data.num_classes:,} classes"
+    return "numbers to regress" if data.y.ndim == 1 else f"{data.y.shape[1]} labels a sample"
 
 
 def check_training(holdings: Partition) -> None:
@@ -307,7 +314,7 @@ def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes:
 
 def train_label_counts(data: FederatedData) -> jax.Array:
     """Returns how many training samples of each label every client has, [K, C] int32. Raises
-    InputError where y are numbers to regress.
+    InputError where y are no classes.
     """
     remedy = "use a method, a selection and a drift that count no labels"
     check_classes(data.num_classes, "label counts", remedy)
@@ -355,7 +362,7 @@ def format_description(data: FederatedData) -> str:
     ]
     parts = [
         f"{n['clients']:,} clients",
-        f"{n['classes']:,} classes" if n["classes"] else "numbers to regress",
+        describe_targets(data),
         f"{n['train_samples']:,} train and {n['test_samples']:,} test samples",
         (
             f"{n['min_train']:,} to {n['max_train']:,} train samples a client (median"
@@ -375,7 +382,7 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
     rows = np.flatnonzero(owner >= 0)
 
     def view(whole: ClientIndex) -> ClientIndex:
-        mask = np.zeros(data.y.size, bool)
+        mask = np.zeros(len(data.y), bool)
         mask[np.asarray(whole.order)] = True
         kept = np.flatnonzero(mask[rows])
         return build_client_index(kept, owner[rows][kept], clients.size)

@@ -103,6 +103,8 @@ def shards(
     Args: K x `shards_per_client` is at most N; the others are those of all partitions.
     """
     rng = dealing.check_partition(shards, locals())
+    if pool.y.ndim > 1:
+        raise InputError("partition=shards: samples have several labels, and none to be sorted by")
     dealing.check_range("shards_per_client", shards_per_client, 1, len(pool.y))
     what = f"{shards_per_client} shards of at least 1 sample per client"
     dealing.check_clients(clients, len(pool.y) // shards_per_client, what)

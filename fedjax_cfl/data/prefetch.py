@@ -71,7 +71,7 @@ def block_shapes(
     )
     return data.replace(
         x=shape(data.x.dtype, most, *data.x.shape[1:]),
-        y=shape(data.y.dtype, most),
+        y=shape(data.y.dtype, most, *data.y.shape[1:]),
         owner=shape(jnp.int32, most),
         train=held if side == "train" else empty,
         test=held if side == "test" else empty,
@@ -191,7 +191,7 @@ class HostFeed:
         place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
         x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
         x[place] = self.data.x[numbers[place]]
-        y = np.zeros(most, self.data.y.dtype)
+        y = np.zeros((most, *self.data.y.shape[1:]), self.data.y.dtype)
         y[: numbers.size] = self.data.y[numbers]
         owner = np.full(most, -1, np.int32)
         owner[: numbers.size] = np.repeat(who, size[who])

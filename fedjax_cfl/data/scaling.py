@@ -62,7 +62,7 @@ def standardize(
         )
         raise InputError(f"dataset.standardize={by}: {why}")
     x = np.asarray(data.x)
-    sample = np.arange(data.y.size) if data.sample is None else np.asarray(data.sample)
+    sample = np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
     order, start, size = map(np.asarray, (data.train.order, data.train.start, data.train.size))
     own = [sample[order[begin : begin + n]] for begin, n in zip(start, size, strict=True)]
     mean, deviation = _measure(x, rows=np.concatenate(own[:clients]))

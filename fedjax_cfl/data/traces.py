@@ -33,7 +33,7 @@ class ArrangeFn(Protocol):
 
 def find_shared(data: FederatedData) -> jax.Array:
     """Returns which holdings [N] bool the server gave out."""
-    return jnp.zeros(data.y.size, bool) if data.time is None else data.time < 0
+    return jnp.zeros(len(data.y), bool) if data.time is None else data.time < 0
 
 
 def deal_labels(key: Key, data: FederatedData, window: Any) -> tuple[FederatedData, jax.Array]:
@@ -95,7 +95,7 @@ def turn_arrivals(
     The true groups are unknown from then on.
     """
     place, begin, turn = jax.random.split(key, 3)
-    interval = jax.random.randint(place, data.y.shape, 0, intervals)
+    interval = jax.random.randint(place, data.owner.shape, 0, intervals)
     shape = intervals, data.num_clients
     quarter = jax.random.randint(begin, shape[1:], 0, TURNS) + jnp.cumsum(
         (jax.random.uniform(turn, shape) < p).at[0].set(False), axis=0
@@ -130,8 +130,8 @@ def redraw_samples(
     shares = draw_label_shares(
         keys[0], data.num_clients, data.num_classes, alpha, epsilon, is_burst, fraction
     )
-    interval = jax.random.randint(keys[3], data.y.shape, 0, intervals)
-    source = jnp.arange(data.y.size, dtype=jnp.int32)
+    interval = jax.random.randint(keys[3], data.owner.shape, 0, intervals)
+    source = jnp.arange(len(data.y), dtype=jnp.int32)
     for one, view in ((keys[1], data.train), (keys[2], data.test)):
         source = source.at[view.order].set(_draw_sources(one, data, view, interval, shares))
     rows = source if data.sample is None else data.sample[source]

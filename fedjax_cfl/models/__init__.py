@@ -4,7 +4,8 @@ import sys
 
 from fedjax_cfl.models.layers import BatchNorm, BatchStatNorm, GroupNorm
 from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
-from fedjax_cfl.models.task import as_task, count_params, model_bytes, regression
+from fedjax_cfl.models.targets import multilabel, regression
+from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.transformer import ViT
 from fedjax_cfl.models.zoo import (
     MCLR,
@@ -45,6 +46,7 @@ __all__ = [
     "as_task",
     "count_params",
     "model_bytes",
+    "multilabel",
     "regression",
 ]
 

@@ -3,7 +3,7 @@
 import inspect
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,10 @@ from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten
+from fedjax_cfl.models.targets import regression
 from fedjax_cfl.tree import STATISTICS, as_variables, drop_statistics, pull_statistics
-from fedjax_cfl.types import FirstLayer, Key, Params, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
-
-ErrorFn = Callable[[jax.Array], jax.Array]  # (outputs - targets [B]) -> [B]
+from fedjax_cfl.types import FirstLayer, Key, Params, Targets, Task
+from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
 def as_float(x: jax.Array) -> jax.Array:
@@ -24,28 +23,12 @@ def as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x
 
 
-def regression(
-    loss: Literal["squared", "huber"] = "squared", delta: PositiveFloat = 1.0
-) -> ErrorFn:
-    """Returns the loss of a regression as a function of e, outputs minus targets [B]: e^2, or
-    Huber's (1964), e^2 / 2 up to |e| = `delta` and delta (|e| - delta / 2) beyond, which few large
-    errors move less.
-    """
-    check_arguments(regression, locals(), "task")
-
-    def huber(e: jax.Array) -> jax.Array:
-        inside = jnp.minimum(jnp.abs(e), delta)
-        return inside * (jnp.abs(e) - inside / 2)
-
-    return jnp.square if loss == "squared" else huber
-
-
 def as_task(
     module: nn.Module,
     sample_shape: tuple[int, ...],
     num_classes: int,
     l2: NonNegativeFloat = 0.001,
-    error: ErrorFn | None = None,
+    targets: Targets | None = None,
 ) -> Task:
     """Returns the Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the layers
     that the module names in `decayed`.
@@ -54,8 +37,8 @@ def as_task(
     carries it once. Dropout is active only with a key.
 
     Args: `module` maps [B, ...] to [B, C]; `sample_shape` is that of one sample; `num_classes` is
-    C, as in the data: 0 is a regression, for which the module has one output, [B, 1]; `error` is
-    its loss in place of cross-entropy, see `regression`, None: the squared error.
+    C, as in the data; 0: there are none, and `targets` says what y are, see `regression`, what
+    they are by default, with one output, [B, 1], and `multilabel`, with an output a label, [B, T].
     Raises InputError if the module cannot take samples of this shape or does not return
     one logit per class.
     """
@@ -64,14 +47,14 @@ def as_task(
         remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
         raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
     check_arguments(as_task, {"l2": l2})
-    if error is not None and num_classes:
-        raise InputError(f"num_classes={num_classes}: a regression, which has an `error`, has 0")
+    if targets is not None and num_classes:
+        raise InputError(f"num_classes={num_classes}: y are classes, or `targets`: then it is 0")
     if not num_classes:
-        error = error or regression()
+        targets = targets or regression()
     decayed: tuple[str, ...] = getattr(module, "decayed", ()) if l2 else ()
     # the sample-space form says nothing of owners
     first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
-    logits, measure = _logits_of(module), _loss_of(error)
+    logits, measure = _logits_of(module), _loss_of(targets)
 
     def sample_loss(
         params: Params,
@@ -90,10 +73,13 @@ def as_task(
         return logits(params, x, None, owner)[0]
 
     penalty = _l2_of(l2, decayed)
-    task = Task(_init_of(module, sample_shape), loss, predict, sample_loss, penalty, error=error)
+    task = Task(
+        _init_of(module, sample_shape), loss, predict, sample_loss, penalty, targets=targets
+    )
     if not decayed:
         task = task._replace(loss=sample_loss, sample_loss=None, penalty=None)
-    params = _check(task, type(module).__name__, sample_shape, max(num_classes, 1), decayed, first)
+    outputs = None if targets and targets.labels else max(num_classes, 1)
+    params = _check(task, type(module).__name__, sample_shape, outputs, decayed, first)
     if not first or STATISTICS in params:  # nor of statistics
         return task
     layer = _describe_first_layer(first, params, sample_shape, l2, decayed, logits, measure)
@@ -191,9 +177,9 @@ def _give_output(first: str, params: Params, z: jax.Array) -> Callable[..., Any]
     return instead
 
 
-def _loss_of(error: ErrorFn | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def _loss_of(targets: Targets | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Returns f(outputs [B, C], y [B]) -> [B]."""
-    return _cross_entropy if error is None else lambda out, y: error(out[:, 0] - y)
+    return _cross_entropy if targets is None else targets.loss
 
 
 def _cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
@@ -214,12 +200,12 @@ def _check(
     task: Task,
     name: str,
     sample_shape: tuple[int, ...],
-    num_classes: int,
+    outputs: int | None,
     decayed: tuple[str, ...],
     first: str | None,
 ) -> Params:
-    # Returns the parameters' shapes; nothing is computed. What a foreign module may raise is
-    # unknown, hence the broad except.
+    # Returns the parameters' shapes; nothing is computed. `outputs` None: any number of them.
+    # What a foreign module may raise is unknown, hence the broad except.
     try:
         params = jax.eval_shape(task.init, jax.random.key(0))
         out = jax.eval_shape(
@@ -231,10 +217,11 @@ def _check(
             f"model {name} cannot take samples of shape {tuple(sample_shape)}: {cause}"
         ) from error
     shape = getattr(out, "shape", type(out).__name__)
-    if shape != (2, num_classes):
+    any_number = outputs is None and len(shape) == 2
+    if shape != (2, shape[1] if any_number else outputs):
         raise InputError(
             f"model {name} returns {shape} for 2 samples of shape {tuple(sample_shape)}: (2,"
-            f" {num_classes}) is allowed"
+            f" {outputs or 'T'}) is allowed"
         )
     if first and params.get(first, {}).get("kernel", out).shape[:1] != (math.prod(sample_shape),):
         allowed = (

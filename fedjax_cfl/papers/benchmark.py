@@ -205,7 +205,8 @@ def draw(
     width = 5.5 + 0.75 * len(settings) + 4.2 * min(2, len(settings))
     height = max(1.8 + LINE * count, 3.4 * fronts)
     figure = new_figure(width, height, table["title"])
-    left, right = figure.subfigures(1, 2, width_ratios=[5.5 + 0.75 * len(settings), width - 5.5])
+    halves = [5.5 + 0.75 * len(settings), width - 5.5]
+    (left, right), *_ = figure.subfigures(1, 2, width_ratios=halves, squeeze=False)
     shown, grid = left.subplots(1, 2, width_ratios=[3.2, 0.75 * len(settings) + 0.5])
     draw_ranks(shown, standing, ranked, order)
     draw_grid(grid, table, standing, order)

@@ -171,25 +171,27 @@ def requested_rounds(overrides: list[str]) -> str | None:
     )
 
 
-def read_started(cell: Cell) -> list[str] | None:
-    """Returns the overrides with which a finished cell ran, None if it has not finished."""
+def read_started(cell: Cell) -> tuple[list[str], list[int]] | None:
+    """Returns the overrides with which a finished cell ran, and its seeds, None if it has not
+    finished.
+    """
     if not cell.grid:
         summary = read_summary(cell.folder)
-        return None if summary is None else summary.get("overrides") or []
+        return None if summary is None else (summary.get("overrides") or [], [cell.seed])
     chosen = trials.read_chosen(cell.folder)
-    return None if chosen is None else chosen["given"]
+    return None if chosen is None else (chosen["given"], chosen["seeds"])
 
 
 def has_run(cell: Cell) -> bool:
     """Returns whether the cell has finished with its number of rounds. Raises InputError if
     its folder has a run with other settings.
     """
-    ran = read_started(cell)
-    if ran is None:
+    started = read_started(cell)
+    if started is None:
         return False
-    asked = [*cell.overrides, *cell.grid]
+    (ran, seeds), asked = started, [*cell.overrides, *cell.grid]
     differ = sorted(filter_overrides(ran) ^ filter_overrides(asked))
-    if cell.seeds and (seeds := trials.read_chosen(cell.folder)["seeds"]) != list(cell.seeds):
+    if cell.seeds and seeds != list(cell.seeds):
         differ.append(f"{len(seeds)} seeds")
     if differ:
         raise InputError(
@@ -219,9 +221,7 @@ def find_finished(
     if "tune" in table:
         seeds = [0]  # one cell for all
     for cell in make_cells(name, table, out, rows, None, seeds, extra):
-        ran = read_started(cell)
-        if ran is not None and filter_overrides(ran) == filter_overrides(
-            [*cell.overrides, *cell.grid]
-        ):
+        started, asked = read_started(cell), [*cell.overrides, *cell.grid]
+        if started is not None and filter_overrides(started[0]) == filter_overrides(asked):
             found.setdefault((cell.row, cell.column), []).extend(list_runs(cell))
     return found

@@ -3,22 +3,31 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    track,
+)
 from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
 from fedjax_cfl.runs.settings import RunSettings
-from fedjax_cfl.scores import ERRORS, find_score
+from fedjax_cfl.scores import ERRORS, SCORES, find_score
 from fedjax_cfl.types import Algorithm
 
+Item = TypeVar("Item")
 # of scores, as curves and glossary call them
 NAMES = {"accuracy": "accuracy", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
+NAMES |= {"micro_f1": "micro-F1", "label_f1": "macro-F1", "exact_match": "exact match"}
 # of a summary's numbers
 WORDS = {
     f"{part}_{name}": f"{short}, {words}"
@@ -30,15 +39,16 @@ WORDS = {
         ("worst10", "worst 10 % of clients"),
     )
 } | {
-    "validation_macro_accuracy": "validation accuracy, mean over clients",
-    "validation_macro_rmse": "validation RMSE, mean over clients",
-    "mae": "MAE",
-    "r2": "R2",
-    "best_rmse": "best RMSE",
-    "final_rmse": "final RMSE",
-    "finetuned_rmse": "finetuned RMSE",
-    "new_clients_rmse": "new clients RMSE",
-    "new_clients_finetuned_rmse": "new clients finetuned RMSE",
+    **{
+        f"validation_macro_{score.name}": f"validation {score.words}, mean over clients"
+        for score in SCORES
+    },
+    **{name: NAMES[name] for score in SCORES[1:] for name in score.measured},
+    **{
+        f"{part}_{score.name}": f"{part.replace('_', ' ')} {score.words}"
+        for score in SCORES[1:]
+        for part in ("best", "final", "finetuned", "new_clients", "new_clients_finetuned")
+    },
     "weighted_macro_f1": "macro-F1, by test samples",
     "macro_f1": "macro-F1, mean over clients",
     "ari": "ARI, found and true groups",
@@ -56,7 +66,7 @@ def _cell(name: str, summary: dict[str, Any]) -> str:
         if "chosen_round" in summary:
             return f"{said} {where}, the best on validation samples"
         return f"{said} {where}, of {summary.get('best_of')} tests"
-    if "accuracy" in name or "_f1" in name:
+    if "accuracy" in name or name.endswith(("_f1", "exact_match")):
         return f"{value:.2%}"
     if name.endswith("_per_s"):
         return f"{value:,.1f} /s"
@@ -146,6 +156,14 @@ def progress(
                 print(line, file=sys.stderr, flush=True)
 
         yield show
+
+
+def follow(items: Sequence[Item], what: str) -> Iterable[Item]:
+    """Returns the items; where stderr is a terminal, a bar says how many are done meanwhile, and
+    `what` is done with them.
+    """
+    console = Console(stderr=True)
+    return track(items, what, console=console, transient=True, disable=not console.is_terminal)
 
 
 def format_progress(row: dict[str, Any]) -> str:
@@ -241,8 +259,7 @@ def format_summary(summary: dict) -> dict:
         name: summary[name]
         for name in summary
         if name in SUMMARY_FIELDS
-        or (name.endswith((score.name, *ERRORS)) and not isinstance(summary[name], list))
-        or "_f1" in name
+        or (name.endswith((*score.measured, "_f1")) and not isinstance(summary[name], list))
         if name not in hidden
     } | {
         "clients per group": ", ".join(map(str, summary["group_sizes"])),

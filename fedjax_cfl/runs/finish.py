@@ -18,6 +18,7 @@ from fedjax_cfl.runs.labels import find_version, name_parts
 from fedjax_cfl.runs.record import CHECKPOINTS, find_chosen, save_final
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.runs.trackers import Opener
+from fedjax_cfl.scores import SCORES
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.setup import Setup
@@ -33,7 +34,8 @@ PACKAGES = (
     "hydra-core",
     "orbax-checkpoint",
 )
-CLIENT_SCORES = ("accuracy", "rmse", "mae", "r2", "loss", "f1")  # those there are
+# those there are
+CLIENT_SCORES = (*(name for score in SCORES for name in score.measured), "loss", "f1")
 MAX_LABEL_COUNTS = 2**24  # clients x classes, in clients.parquet
 
 

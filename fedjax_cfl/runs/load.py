@@ -7,7 +7,8 @@ format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves a
 `['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
 models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
 One whose samples were standardised has `['scaling']` in `final/`, see `data.scaling`.
-`final/` also says in its facts what samples look like: sample_shape and num_classes.
+`final/` also says in its facts what samples look like: sample_shape, num_classes and, of labels,
+how many they are.
 
 Only the package's own models are built from a run's settings. Your own module is an
 argument, so that reading a directory imports nothing that it names.
@@ -26,15 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
-from scipy.special import softmax
+from scipy.special import expit, softmax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.client.objective import output_loss
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.models import as_task, regression
-from fedjax_cfl.models.task import ErrorFn
+from fedjax_cfl.models import as_task, multilabel, regression
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.record import BEST, FINAL, MIXTURE
@@ -47,7 +47,7 @@ from fedjax_cfl.runs.results import (
 )
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Params, Task
+from fedjax_cfl.types import Params, Targets, Task
 from fedjax_cfl.validation import INT32_MAX
 
 BLOCK = 256  # samples per forward pass
@@ -81,8 +81,9 @@ class LoadedRun(NamedTuple):
     best: SavedModels | None  # None where no evaluation had an accuracy
     task: Task  # of the model, without its L2 penalty
     sample_shape: tuple[int, ...]
-    num_classes: int  # 0: the run regressed numbers
+    num_classes: int  # 0: y were numbers that the run regressed, or labels
     class_names: tuple[str, ...] | None = None  # of class 0, 1, ..., where labels were text
+    outputs: int = 1  # of the models: C classes, 1 number, or T labels
 
     def find_client(self, client: str | int) -> int:
         """Returns the row of a client in `table`. Raises InputError for a name that the
@@ -96,7 +97,8 @@ class LoadedRun(NamedTuple):
 
     def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the classes [B] int32 that a client's model, or its mixture of models, gives
-        samples x [B, ...]; of a regression the numbers [B] float32.
+        samples x [B, ...]; of a regression the numbers [B] float32, of labels which of
+        them [B, T] int32, 0 or 1.
 
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
@@ -107,13 +109,26 @@ class LoadedRun(NamedTuple):
         self, client: str | int, x: Any, saved: SavedModels | None = None
     ) -> np.ndarray:
         """Returns the probabilities [B, C] float32 of the classes, where `predict` returns the
-        likeliest one. Raises InputError for a regression.
+        likeliest one, or of each label [B, T]. Raises InputError for a regression.
         """
-        if not self.num_classes:
+        found = self.find_chances(self._score(client, x, saved))
+        if found is None:
             raise InputError(
                 "predict_proba: the run regressed numbers, which have no probabilities"
             )
-        return softmax(self._score(client, x, saved), axis=1)
+        return found
+
+    def find_chances(self, outputs: np.ndarray) -> np.ndarray | None:
+        """Returns the probabilities [B, C] of classes or labels that outputs [B, C] of `infer`
+        mean, None of numbers.
+        """
+        if self.num_classes:
+            return softmax(outputs, axis=1)
+        return expit(outputs) if self.has_labels() else None
+
+    def has_labels(self) -> bool:
+        """Returns whether y of the run are labels, 0 or 1 each."""
+        return self.task.targets is not None and self.task.targets.labels
 
     def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
         saved = saved or self.final
@@ -135,7 +150,7 @@ class LoadedRun(NamedTuple):
         saved: SavedModels | None = None,
         like: Any = None,
     ) -> np.ndarray:
-        """Returns the classes [B] int32, or of a regression the numbers [B] float32, that model
+        """Returns the classes [B], numbers [B] or labels [B, T], see `predict`, that model
         number `model`, or the mixture of all models with the weights `model` [M], gives samples x
         [B, ...]: the mean of their probabilities.
 
@@ -146,9 +161,11 @@ class LoadedRun(NamedTuple):
         return self.decide(self.infer(model, scaled, saved or self.final))
 
     def decide(self, outputs: np.ndarray) -> np.ndarray:
-        """Returns the classes [B] int32, or of a regression the numbers [B] float32, that outputs
+        """Returns the classes [B], numbers [B] or labels [B, T], see `predict`, that outputs
         [B, C] of `infer` mean.
         """
+        if self.has_labels():
+            return (outputs > 0).astype(np.int32)
         return outputs.argmax(1).astype(np.int32) if self.num_classes else outputs[:, 0]
 
     def scale(self, x: Any, place: int | None = None, like: Any = None) -> np.ndarray:
@@ -229,11 +246,12 @@ class LoadedRun(NamedTuple):
 
     def check_labels(self, y: Any, samples: int) -> np.ndarray:
         """Returns labels [B] int32, of class numbers or, where labels were text, of names; of a
-        regression numbers [B] float32.
+        regression numbers [B] float32, where samples have several labels these [B, T] float32.
         """
         y = np.asarray(y)
         if not self.num_classes:
-            return check_targets(y, samples)
+            shape = (samples, self.outputs) if self.has_labels() else (samples,)
+            return check_targets(y, shape, self.has_labels())
         if y.dtype.kind == "S":
             y = np.char.decode(y, "utf-8", "backslashreplace")
         numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
@@ -256,23 +274,28 @@ class LoadedRun(NamedTuple):
         return y.astype(np.int32)
 
 
-def check_targets(y: np.ndarray, samples: int) -> np.ndarray:
-    """Returns numbers [B] float32 that models are to regress."""
-    if y.shape != (samples,) or y.dtype.kind not in "buif":
+def check_targets(y: np.ndarray, shape: tuple[int, ...], labels: bool) -> np.ndarray:
+    """Returns numbers [B], or labels [B, T], of this `shape` as float32."""
+    if y.shape != shape or y.dtype.kind not in "buif":
         raise InputError(
-            f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) numbers, as the run"
-            " regressed"
+            f"y has shape {y.shape} and dtype {y.dtype}, expected {shape} numbers, as the run"
+            f" {'had labels' if labels else 'regressed'}"
         )
+    if labels and not np.isin(y, (0, 1)).all():
+        raise InputError(f"y={y[~np.isin(y, (0, 1))][0]}: 0 or 1 is allowed of each label")
     if not np.isfinite(y.astype(np.float32)).all():
         raise InputError("y is NaN or infinite somewhere, expected finite numbers")
     return y.astype(np.float32)
 
 
-def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
+def load_run(
+    run_dir: str | Path, module: nn.Module | None = None, targets: Targets | None = None
+) -> LoadedRun:
     """Reads a finished run.
 
-    `module` is needed only where the run trained a module of your own. Raises InputError
-    for a directory without a finished run, damaged files, and models that do not fit.
+    `module` is needed only where the run trained a module of your own, `targets` where it had a
+    loss of your own. Raises InputError for a directory without a finished run, damaged files, and
+    models or a loss that do not fit.
     """
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
@@ -290,10 +313,11 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
                 " folder that this run has written"
             )
     settings = read_settings(run_dir)
-    shape, classes, names = check_facts(run_dir / FINAL, facts)
+    shape, classes, names, labels = check_facts(run_dir / FINAL, facts)
     check_scaling(run_dir / FINAL, final, shape)
-    module = module or build_module(settings["model"]["module"], max(classes, 1))
-    task = as_task(module, shape, classes, 0, read_error(run_dir, settings, classes))
+    targets, outputs = find_targets(run_dir, settings, classes, targets), labels or max(classes, 1)
+    module = module or build_module(settings["model"]["module"], outputs)
+    task = as_task(module, shape, classes, 0, targets)
     for models in (final, best):
         if models is not None:
             _check_fit(run_dir, task, models.models)
@@ -302,22 +326,25 @@ def load_run(run_dir: str | Path, module: nn.Module | None = None) -> LoadedRun:
     tables = read_tables(run_dir, summary, rows, final.model_index.size)
     assert tables.clients is not None
     table, assignments = tables.clients, tables.assignments
-    return LoadedRun(
-        settings, summary, rows, table, assignments, final, best, task, shape, classes, names
-    )
+    run = settings, summary, rows, table, assignments, final, best, task, shape, classes, names
+    return LoadedRun(*run, outputs)
 
 
-def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], int, Any]:
-    """Returns the sample shape, the number of classes and their names, None: they have none, of
-    the last models of a run. Raises InputError for what no run writes.
+def check_facts(
+    folder: Path, facts: dict[str, Any]
+) -> tuple[tuple[int, ...], int, tuple[str, ...] | None, int]:
+    """Returns the sample shape, the number of classes and their names, None: they have none, and
+    the number of labels, 0: there are none, of the last models of a run. Raises InputError for
+    what no run writes.
     """
     shape, classes = facts.get("sample_shape"), facts.get("num_classes")
-    names = facts.get("class_names")
+    names, labels = facts.get("class_names"), facts.get("labels", 0)
     known = {
         "sample_shape": isinstance(shape, list)
         and 0 < len(shape) < 33
         and all(type(size) is int and 0 < size <= INT32_MAX for size in shape),
         "num_classes": type(classes) is int and 0 <= classes <= MAX_CLASSES,
+        "labels": type(labels) is int and 0 <= labels <= MAX_CLASSES and not (labels and classes),
         "class_names": names is None or are_class_names(names, classes),
     }
     for name, holds in known.items():
@@ -325,20 +352,33 @@ def check_facts(folder: Path, facts: dict[str, Any]) -> tuple[tuple[int, ...], i
             said = repr(facts.get(name, "absent"))[:60]
             raise InputError(f"{folder}: {name} is {said}, expected what a run writes")
     assert isinstance(shape, list) and type(classes) is int
-    return tuple(shape), classes, None if names is None else tuple(names)
+    return tuple(shape), classes, None if names is None else tuple(names), labels
 
 
-def read_error(run_dir: Path, settings: dict[str, Any], classes: int) -> ErrorFn | None:
-    """Returns the loss of a run that regressed, None: it had classes. From Python, where settings
-    say nothing of it, models of new clients are chosen by the squared error.
+def find_targets(
+    run_dir: Path, settings: dict[str, Any], classes: int, given: Targets | None
+) -> Targets | None:
+    """Returns what y were in a run, None: classes. Raises InputError where they were other than
+    those that are `given`, and where none are and the loss was the caller's own.
     """
-    node = settings.get("task") or {}
     if classes:
         return None
     try:
-        return regression(**{name: node[name] for name in ("loss", "delta") if name in node})
-    except (InputError, TypeError) as error:
+        node = dict(settings.get("task") or {})
+        known = {f"{OWN_MODELS}{make.__name__}": make for make in (regression, multilabel)}
+        make = known.get(node.pop("_target_", None))
+        found = given if make is None else make(**node)
+    except (TypeError, ValueError) as error:
         raise InputError(f"{run_dir}: task cannot be read ({error})") from None
+    if found is None:
+        raise InputError(
+            f"run_dir={run_dir}: the run had a loss of your own, which no file holds; give it, as"
+            " in load_run(run_dir, targets=cfl.models.regression(loss))"
+        )
+    if given is not None and given.settings != found.settings:
+        used = " ".join(f"{name}={value}" for name, value in found.settings)
+        raise InputError(f"run_dir={run_dir}: targets are not those of the run, which had {used}")
+    return found
 
 
 def are_class_names(names: Any, classes: Any) -> bool:

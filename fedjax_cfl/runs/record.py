@@ -175,6 +175,8 @@ def save_final(
         "sample_shape": list(data.x.shape[1:]),
         "num_classes": data.num_classes,
     }
+    if data.y.ndim > 1:
+        facts["labels"] = data.y.shape[1]
     if data.class_names is not None:
         facts["class_names"] = list(data.class_names)
     models = copy_models(algorithm, state, data)

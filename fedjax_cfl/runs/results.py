@@ -25,7 +25,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
-from fedjax_cfl.scores import ACCURACY, ERRORS, score_of
+from fedjax_cfl.scores import SCORES, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
@@ -45,7 +45,7 @@ COLUMNS = {
 # of a row: a value for each group, or for each true group
 LIST_FIELDS = ("group_sizes", "group_loss", "group_discrepancy")
 LIST_FIELDS += tuple(
-    f"{part}_{name}" for part in ("group", "concept") for name in (ACCURACY.name, *ERRORS)
+    f"{part}_{name}" for part in ("group", "concept") for score in SCORES for name in score.measured
 )
 MAX_NUMBER = 3.5e38  # of a number in a row: beyond what float32 holds
 WINDOW = 10  # evaluations, of last10_evals_*
@@ -338,8 +338,8 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `best_of` says over how many evaluations the best was taken: fewer for a clustered
     method, whose first accuracies do not count. `last10_evals_*`, the mean and the best
     of the last ten evaluations, compare methods over the same window. Of a regression the names
-    have rmse in place of accuracy, and the best is the lowest. Where a round was chosen on
-    validation samples, the best, the final one and all scores but those of the last ten are its.
+    have rmse in place of accuracy, and the best is the lowest; of labels
+    they have micro_f1. Where a round was chosen on validation samples, the best, the final one and all scores but those of the last ten are its.
     """
     rows, score = to_plain(rows), score_of(rows)
     name = score.name

@@ -69,7 +69,7 @@ def run_identity(settings: RunSettings, data: FederatedData) -> dict[str, Any]:
     }
     return kept | {
         "clients": data.num_clients,
-        "samples": int(data.y.size),
+        "samples": len(data.y),
         "capacity": data.max_client_samples,
         "data": settings.data_digest,
     }

@@ -13,7 +13,7 @@ from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
-from fedjax_cfl.scores import ACCURACY, RMSE
+from fedjax_cfl.scores import choose_score
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation.driver import run_setup
 from fedjax_cfl.simulation.rounds import Plan
@@ -21,14 +21,14 @@ from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 from fedjax_cfl.validation import check_value, one_of
 
-CRITERIA = {"accuracy": max, "rmse": min, "distance": min}
+CRITERIA = {"accuracy": max, "rmse": min, "micro_f1": max, "distance": min}
 
 
 class Choice(NamedTuple):
     """What the trials found."""
 
     m: int  # the best number of groups, the least of several that are equally good
-    # per candidate: m, accuracy (fraction), of a regression rmse, distance (L2)
+    # per candidate: m, accuracy (fraction), of a regression rmse, of labels micro_f1, distance (L2)
     table: list[dict[str, Any]]
 
 
@@ -50,14 +50,14 @@ def choose_k(
     Args: `make(m)` -> Algorithm, which selects from the drawn clients alone:
     `select.uniform(10)` means 10 of them; `candidates` are the numbers of groups; `rounds` is
     the length of a trial; `clients` are drawn, all if there are no more; `by` is accuracy on
-    their test samples, the higher the better | rmse, of a regression | distance, the mean L2
-    distance of the models trained in the last round from their center, the lower the better;
-    `mesh` of None: every device JAX shows. Distances shrink with every further center, also where
-    there is no further group: look for the bend in the table.
+    their test samples, the higher the better | rmse, of a regression | micro_f1, of labels |
+    distance, the mean L2 distance of the models trained in the last round from their center, the
+    lower the better; `mesh` of None: every device JAX shows. Distances shrink with every further
+    center, also where there is no further group: look for the bend in the table.
     Raises InputError for an unknown criterion or no candidate.
     """
     check_value("by", by, one_of(*CRITERIA))
-    score = RMSE if not data.num_classes else ACCURACY
+    score = choose_score(data.num_classes, data.y)
     if by not in (score.name, "distance"):
         raise InputError(f"by={by}: these data are scored by {score.words}; use {score.name}")
     candidates = sorted(candidates)

@@ -15,15 +15,16 @@ from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.scores import ERRORS
+from fedjax_cfl.scores import SCORES, choose_score, find_score
 from fedjax_cfl.sharding import over_devices, take_models
-from fedjax_cfl.simulation import metrics, regression
+from fedjax_cfl.simulation import metrics, targets
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
 
 EVAL_BLOCK = 128  # test samples per forward pass
-ClientTable = metrics.ClientMetrics | regression.ErrorMetrics  # of classes, or of numbers
+# of classes, of numbers, or of labels
+ClientTable = metrics.ClientMetrics | targets.ErrorMetrics | targets.LabelMetrics
 
 
 def count_models(models: Params) -> int:
@@ -34,11 +35,13 @@ def count_models(models: Params) -> int:
 class Totals(NamedTuple):
     """What is counted over the test samples of all clients."""
 
-    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`; of a regression C = 0
+    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`; without classes C = 0
     # [] int32, samples that the mean of the models predicts right; of a regression float32, the
-    # sum of its squared errors
+    # sum of its squared errors; of labels twice the true positives
     auxiliary_right: jax.Array
-    auxiliary_samples: jax.Array  # [] int32, samples that it was tested on, 0: none
+    # [] int32, samples that it was tested on; of labels how often they are there and are
+    # predicted, in all; 0: it was not tested
+    auxiliary_samples: jax.Array
     nonfinite_models: jax.Array  # [] int32, clients tested on a model that is not finite
     distance: jax.Array  # [] float32, the mean client distance, NaN where it is not measured
 
@@ -92,7 +95,7 @@ def predict_block(
     weights: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns three arrays [EVAL_BLOCK] for one block of test samples: place in
-    `data.test.order` (N_test: no sample), predicted class or number, loss.
+    `data.test.order` (N_test: no sample), predicted class, number or labels [.., T], loss.
 
     Args: `model` [...] is the one that the block belongs to, see `find_model`; `blocks` are
     those of all test samples; `number` [] is the block's; with `weights` [K, M] `model` [M, ...]
@@ -114,15 +117,18 @@ def predict_block(
         mine = weights[jnp.maximum(owner, 0)]
         found = mix_predictions(task, model, mine, x, owner)
         loss = mixture_loss(found, y)
-    guess = jnp.argmax(found, -1).astype(jnp.int32) if data.num_classes else found[:, 0]
+    guess = found[:, 0]
+    if data.num_classes or data.y.ndim > 1:
+        guess = jnp.argmax(found, -1) if data.num_classes else found > 0
+        guess = guess.astype(jnp.int32)
     return jnp.where(slot < total, test, total), guess, loss
 
 
 def predict_test_samples(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (predicted class or number, loss) [N_test] of each test sample, in the
-    order of `data.test.order`.
+    """Returns (predicted class, number or labels [.., T], loss) [N_test] of each test sample, in
+    the order of `data.test.order`.
 
     m models cost one pass over the samples and not m, unless clients mix them. Samples of clients
     without a model get -1. Where each client has a model of its own, devices get those of
@@ -168,7 +174,8 @@ def predict_test_samples(
     where, guess, loss = over_devices(device_blocks, mesh)(
         (everybody, data, blocks, weights), (numbers, own)
     )
-    guessed = jnp.full(total, -1, guess.dtype).at[where].set(guess, mode="drop")
+    empty = jnp.full((total, *guess.shape[where.ndim :]), -1, guess.dtype)
+    guessed = empty.at[where].set(guess, mode="drop")
     return guessed, jnp.zeros(total).at[where].set(loss, mode="drop")
 
 
@@ -185,8 +192,8 @@ def evaluate_clients(
     if not data.num_classes:
         has_model = served.model_index[jnp.maximum(owner, 0)] >= 0
         owner = jnp.where(has_model, owner, -1)
-        table = regression.client_errors(guess, loss, y, owner, data.num_clients)
-        return table, jnp.zeros((2, 0), jnp.int32)
+        measure = targets.client_errors if y.ndim == 1 else targets.client_labels
+        return measure(guess, loss, y, owner, data.num_clients), jnp.zeros((2, 0), jnp.int32)
     owner = jnp.where(guess >= 0, owner, -1)
     return metrics.client_metrics(
         guess == y, loss, y, guess, owner, data.num_clients, data.num_classes
@@ -196,9 +203,8 @@ def evaluate_clients(
 def evaluate_auxiliary(
     task: Task, mesh: Mesh, served: ServedModels, data: FederatedData
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns how many predictions on the union of all test sets are right, or the sum of their
-    squared errors, and how many there are, by the plain mean of the models that serve any client:
-    of all in a mixture.
+    """Returns the two counts of `Totals` on the union of all test sets, by the plain mean of the
+    models that serve any client: of all in a mixture.
     """
     count = count_models(served.models)
     used = jnp.any(served.model_index[:, None] == jnp.arange(count), axis=0).astype(jnp.float32)
@@ -210,6 +216,9 @@ def evaluate_auxiliary(
     )
     held = data.owner[data.test.order] >= 0
     y = data.y[data.test.order]
+    if y.ndim > 1:
+        guess, y = (jnp.where(held[:, None], part, 0).astype(jnp.int32) for part in (guess, y))
+        return 2 * jnp.sum(guess * y), jnp.sum(guess + y)
     if not data.num_classes:
         return jnp.sum(jnp.where(held, (guess - y) ** 2, 0.0)), held.sum()
     return jnp.sum((guess == y) & held), held.sum()
@@ -302,7 +311,7 @@ def evaluate_block(
         used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
     samples = jnp.zeros((), jnp.int32)
-    right = samples if data.num_classes else jnp.zeros(())
+    right = count_nothing(data)
     if count_models(served.models) > 1 and with_auxiliary:  # of one, the mean says nothing new
         right, samples = evaluate_auxiliary(task, mesh, served, data)
     finite, index = is_finite(used.models), used.model_index
@@ -322,6 +331,11 @@ def evaluate_validation(
     if data.validation is None:
         return None
     return evaluate_block(algorithm, task, mesh, state, data.replace(test=data.validation), False)
+
+
+def count_nothing(data: FederatedData) -> jax.Array:
+    """Returns what `Totals.auxiliary_right` is before anything has been tested."""
+    return jnp.zeros((), data.y.dtype if data.y.ndim == 1 else jnp.int32)
 
 
 def check_received(algorithm: Algorithm, state: State) -> None:
@@ -354,15 +368,20 @@ def is_finite(models: Params) -> jax.Array:
     return jnp.stack(finite).all(0)
 
 
-def empty(num_clients: int, num_classes: int) -> Evaluation:
+def empty(data: FederatedData) -> Evaluation:
     """Returns the evaluation of all clients before any of them has been tested."""
-    unknown, zero = jnp.full(num_clients, jnp.nan), jnp.zeros((), jnp.int32)
-    kind = metrics.ClientMetrics if num_classes else regression.ErrorMetrics
+    unknown, zero = jnp.full(data.num_clients, jnp.nan), jnp.zeros((), jnp.int32)
+    kinds = metrics.ClientMetrics, targets.ErrorMetrics, targets.LabelMetrics
+    kind = kinds[SCORES.index(choose_score(data.num_classes, data.y))]
     fields = dict.fromkeys(kind.__dataclass_fields__, unknown)
-    table = kind(**fields | {"samples": jnp.zeros(num_clients, jnp.int32)})
-    right = zero if num_classes else jnp.zeros(())
-    totals = Totals(jnp.zeros((2, num_classes), jnp.int32), right, zero, zero, jnp.zeros(()))
-    return Evaluation(table, totals)
+    fields["samples"] = jnp.zeros(data.num_clients, jnp.int32)
+    if kind is targets.LabelMetrics:
+        counts = jnp.zeros((data.num_clients, data.y.shape[1]), jnp.int32)
+        fields |= {"hits": counts, "named": counts}
+    classes = jnp.zeros((2, data.num_classes), jnp.int32)
+    return Evaluation(
+        kind(**fields), Totals(classes, count_nothing(data), zero, zero, jnp.zeros(()))
+    )
 
 
 def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
@@ -374,27 +393,6 @@ def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
         jax.tree.map(lambda all, some: all.at[ids].set(some, mode="drop"), table, part),
         jax.tree.map(jnp.add, found.totals, more.totals),
     )
-
-
-def score_groups(clients: metrics.ClientMetrics, groups: Any, count: int) -> tuple[Any, Any]:
-    """Returns accuracy and mean loss [count] over all test samples of the clients of each group;
-    accuracy is NaN where the loss is not finite, both where a group has no sample.
-    """
-    xp = clients.samples.__array_namespace__()
-    right, loss = (
-        metrics.means_by_group(values, clients.samples, groups, count)
-        for values in (clients.accuracy, clients.loss)
-    )
-    return xp.where(xp.isfinite(loss), right, xp.nan), loss
-
-
-def summarize_groups(clients: ClientTable, groups: Any, count: int) -> dict[str, Any]:
-    """Returns scores and mean loss [count] over all test samples of the clients of each group, by
-    name: accuracy, or those of a regression.
-    """
-    if isinstance(clients, regression.ErrorMetrics):
-        return regression.errors_by_group(clients, groups, count)
-    return dict(zip(("accuracy", "loss"), score_groups(clients, groups, count), strict=True))
 
 
 def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
@@ -410,20 +408,20 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     """
     index, (clients, totals), concept, train_size, _ = tested
     xp, has_model = index.__array_namespace__(), index >= 0
-    regresses = isinstance(clients, regression.ErrorMetrics)
-    if regresses:
-        row = regression.summarize_errors(clients)
-    else:
+    if isinstance(clients, metrics.ClientMetrics):
         row = metrics.summarize_clients(clients, totals.classes)
+    else:
+        row = targets.summarize_targets(clients)
+    score = find_score(row)
     row["test_loss"] = row.pop("loss")
     numbers = xp.where(has_model, index, num_models)
     row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
     row["groups"] = (row["group_sizes"] > 0).sum()
-    scores = summarize_groups(clients, index, num_models)
+    scores = clients.by_group(index, num_models)
     row["group_loss"] = scores.pop("loss")
     row |= {f"group_{name}": values for name, values in scores.items()}
     if num_concepts:
-        scores = summarize_groups(clients, concept, num_concepts)
+        scores = clients.by_group(concept, num_concepts)
         row |= {f"concept_{name}": scores[name] for name in scores if name != "loss"}
     row["ari"] = metrics.ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
@@ -431,14 +429,12 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
     samples = totals.auxiliary_samples
     auxiliary = xp.where(samples > 0, totals.auxiliary_right / samples.clip(1), xp.nan)
-    if regresses:
-        row["auxiliary_rmse"] = xp.sqrt(auxiliary)
-    else:
-        row["auxiliary_accuracy"] = auxiliary
+    root = isinstance(clients, targets.ErrorMetrics)
+    row[f"auxiliary_{score.name}"] = xp.sqrt(auxiliary) if root else auxiliary
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:
         alone = name.startswith(("group_", "concept_"))
-        if name.endswith(("accuracy", "f1", *ERRORS)) and not alone:
+        if name.endswith((*score.measured, "f1")) and not alone:
             row[name] = xp.where(bad > 0, xp.nan, row[name])
     return row | {"nonfinite_model_clients": bad}

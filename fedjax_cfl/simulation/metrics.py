@@ -20,6 +20,17 @@ class ClientMetrics(struct.PyTreeNode):
     loss: jax.Array  # [K] float32, mean
     f1: jax.Array  # [K] float32, mean F1 over the classes among the client's labels or predictions
 
+    def by_group(self, groups: Any, count: int) -> dict[str, Any]:
+        """Returns accuracy and mean loss [count] over all test samples of the clients of each
+        group; accuracy is NaN where the loss is not finite, both where a group has no sample.
+        """
+        xp = self.samples.__array_namespace__()
+        right, loss = (
+            means_by_group(values, self.samples, groups, count)
+            for values in (self.accuracy, self.loss)
+        )
+        return {"accuracy": xp.where(xp.isfinite(loss), right, xp.nan), "loss": loss}
+
 
 def average(value: Any, weight: Any, axis: int | None = None) -> Any:
     """Returns the weighted mean of values; those of weight 0 count nowhere, NaN included, and
@@ -34,14 +45,14 @@ def average(value: Any, weight: Any, axis: int | None = None) -> Any:
     )
 
 
-def _f1(hits, named):
+def count_f1(hits: Any, named: Any) -> Any:
     """Returns F1 = 2 tp / (2 tp + fp + fn), 0 where a class neither occurs nor is predicted."""
     return 2 * hits / named.clip(1)
 
 
-def _macro_f1(hits, named):
+def count_macro_f1(hits: Any, named: Any) -> Any:
     """Returns the mean F1 over the classes (last axis) that occur or are predicted."""
-    return average(_f1(hits, named), named > 0, axis=-1)
+    return average(count_f1(hits, named), named > 0, axis=-1)
 
 
 def client_metrics(
@@ -77,7 +88,7 @@ def client_metrics(
         return jnp.where(samples > 0, sums / jnp.maximum(samples, 1), jnp.nan)
 
     table = ClientMetrics(
-        samples=samples, accuracy=mean(right), loss=mean(total), f1=_macro_f1(hits, named)
+        samples=samples, accuracy=mean(right), loss=mean(total), f1=count_macro_f1(hits, named)
     )
     return table, jnp.stack([hits.sum(0), named.sum(0)])
 
@@ -115,8 +126,8 @@ def summarize_clients(metrics: ClientMetrics, counts: Any) -> dict:
         "loss": average(metrics.loss, samples),
         "weighted_macro_f1": average(metrics.f1, samples),
         "macro_f1": average(metrics.f1, evaluated),
-        "pooled_micro_f1": xp.where(evaluated.any(), _f1(*counts.sum(1)), xp.nan),
-        "pooled_macro_f1": _macro_f1(*counts),
+        "pooled_micro_f1": xp.where(evaluated.any(), count_f1(*counts.sum(1)), xp.nan),
+        "pooled_macro_f1": count_macro_f1(*counts),
     }
 
 
@@ -131,6 +142,17 @@ def means_by_group(values: Any, weights: Any, groups: Any, count: int) -> Any:
         for part in (xp.where(inside, values, 0) * weights, xp.where(inside, weights, 0))
     )
     return xp.where(mass > 0, sums / xp.where(mass > 0, mass, 1), xp.nan)
+
+
+def sums_by_group(counts: Any, groups: Any, count: int) -> Any:
+    """Returns the sums [count, T] of the `counts` [K, T] of the clients of each group 0, 1, ...;
+    clients of other groups do not count.
+    """
+    xp, (_, width) = counts.__array_namespace__(), counts.shape
+    number = xp.where(groups >= 0, groups, count)[:, None] * width + xp.arange(width)
+    length = {"minlength" if xp is np else "length": (count + 1) * width}
+    sums = xp.bincount(number.reshape(-1), counts.reshape(-1), **length)
+    return sums[: count * width].reshape(count, width)
 
 
 def bincount(labels: Any, length: int) -> Any:

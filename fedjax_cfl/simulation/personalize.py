@@ -79,7 +79,9 @@ def finetune_clients(
             part
             if found is None
             else jax.tree.map(
-                lambda old, new, there=part.samples > 0: np.where(there, new, old), found, part
+                lambda old, new, there=part.samples > 0: np.where(there, new.T, old.T).T,
+                found,
+                part,
             )
         )
     assert found is not None

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.federated import describe_targets
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate, host_rows, memory
@@ -52,9 +53,7 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
     not from the host, or that the task is not about.
     """
     prefetch.check_host_data(data, algorithm, drift)
-    if bool(data.num_classes) != (task.error is None):
-        said = ("numbers to regress", 0) if not data.num_classes else ("classes", data.num_classes)
-        raise InputError(f"data: y are {said[0]}; give as_task num_classes={said[1]}")
+    check_targets(task, data)
     if algorithm.check_data is None:
         return
     if drift.moves:
@@ -63,8 +62,25 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
     algorithm.check_data(data)
 
 
-def check_regression(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
-    """Raises InputError where y are numbers to regress, and a part of the run needs classes: each
+def check_targets(task: Task, data: FederatedData) -> None:
+    """Raises InputError unless y are what the task is about."""
+    targets, said = task.targets, f"data: y are {describe_targets(data)}; give as_task "
+    if data.num_classes:
+        if targets is not None:
+            raise InputError(f"{said}num_classes={data.num_classes}")
+    elif targets is None or targets.labels != (data.y.ndim > 1):
+        kind = "regression" if data.y.ndim == 1 else "multilabel"
+        raise InputError(f"{said}num_classes=0, targets=cfl.models.{kind}()")
+    elif targets.labels:
+        x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
+        params = jax.eval_shape(task.init, jax.random.key(0))
+        outputs = jax.eval_shape(task.predict, params, x).shape[1]
+        if outputs != data.y.shape[1]:
+            raise InputError(f"{said}a model with as many outputs, not {outputs}")
+
+
+def check_without_classes(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
+    """Raises InputError where y are no classes, and a part of the run needs classes: each
     says so while it is traced. The command line asks before the run has a directory; from Python
     it is said when the run is compiled.
     """
@@ -150,7 +166,7 @@ def init_evaluation(feed: Any, mesh: Mesh) -> Any:
     """Returns what tests begin with: nothing, where there is one part of the test data."""
     if not feed.on_host:
         return None
-    return sharding.replicate(evaluate.empty(feed.data.num_clients, feed.data.num_classes), mesh)
+    return sharding.replicate(evaluate.empty(feed.data), mesh)
 
 
 def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: Mesh) -> Carry:

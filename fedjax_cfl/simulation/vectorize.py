@@ -76,7 +76,7 @@ def pad_views(data: FederatedData, longest: Mapping[str, int]) -> dict[str, Clie
     """Returns the views of the data by side, `longest` many samples in each: those that are added
     are behind the last holding, and no client's.
     """
-    views, begin = {}, data.y.size
+    views, begin = {}, len(data.y)
     for side, count in longest.items():
         own = getattr(data, side)
         spare = np.arange(begin, begin + count - own.order.size, dtype=np.int32)
@@ -87,7 +87,7 @@ def pad_views(data: FederatedData, longest: Mapping[str, int]) -> dict[str, Clie
 
 def row_numbers(data: FederatedData) -> np.ndarray:
     """Returns the row of x [N] of each holding."""
-    return np.arange(data.y.size) if data.sample is None else np.asarray(data.sample)
+    return np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
 
 
 def compile_members(

@@ -16,9 +16,9 @@ from fedjax_cfl.data.datasets.pool import (
     number_owners,
     read_test_mask,
 )
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, check_arguments
 
 # (labels, samples of each): more labels, each in fewer samples, are no classes
 UNLIKELY_CLASSES = ((1000, 10), (50, 2))
@@ -46,10 +46,11 @@ def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     return build_pool(str(path), arrays, num_classes)
 
 
-def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
+def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
     with train/ and test/ (then `test` is set).
 
+    With `num_classes` 0 y are numbers to regress, but those of text.
     Of windows of text (Shakespeare) x [N, T] are the numbers of their characters, and the label is
     the one that follows, of `leaf_json.CHARACTERS`; others, if there are any, are one more class.
     Raises InputError for files that cannot be read and for what does not fit; a `num_samples` that
@@ -76,7 +77,7 @@ def leaf(path: str | Path, num_classes: PositiveInt | None = None) -> Pool:
     classes, class_names = _count_classes(str(path), num_classes), None
     if x.dtype == np.int32:
         class_names = name_characters(str(path), x, y)
-        classes = len(class_names) if num_classes is None else classes
+        classes = num_classes or len(class_names)
     owner = number_owners(client)
     pool = Pool(x, y, classes, owner, test, class_names=class_names, client_names=names)
     return check_pool(pool, str(path))
@@ -87,7 +88,7 @@ def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
     unknown = [(part == leaf_json.UNKNOWN).mean() for part in (x, y)]
     if not any(unknown):
         return tuple(leaf_json.CHARACTERS)
-    warn(
+    warn_of_file(
         f"{path}: {unknown[0]:.2%} of the characters are not among LEAF's"
         f" {len(leaf_json.CHARACTERS)}; all of them are one more, 'unknown'"
     )
@@ -147,7 +148,7 @@ def from_arrays(
     Args: `x` [N, ...], `y`, `client`, `split` and `time` [N] and `concept` [K] are arrays,
     lists, or columns and frames of pandas, polars or Arrow; `time` may hold dates, which become
     whole seconds since the first; `num_classes` None is the largest label + 1, 0 that `y` are
-    numbers to regress. An array of uint8 or float32 is not copied.
+    numbers to regress, or labels [N, T], 0 or 1. An array of uint8 or float32 is not copied.
     Raises InputError for what `npz` would refuse.
     """
     check_arguments(from_arrays, {"num_classes": num_classes})
@@ -250,19 +251,21 @@ def _number_labels(
     path: str, y: np.ndarray, num_classes: int | None
 ) -> tuple[np.ndarray, tuple[str, ...] | None]:
     """Returns class numbers [N] and the names of the classes, None for numbers, or numbers to
-    regress. Raises InputError, with the remedy, for labels in a form that is common but not ours.
+    regress, or labels [N, T]. Raises InputError, with the remedy, for labels in a form that is
+    common but not ours.
     """
     if num_classes == 0:
-        if y.ndim != 1 or y.dtype.kind not in "buif":
+        if y.ndim not in (1, 2) or y.dtype.kind not in "buif":
             raise InputError(
                 f"{path}: y has shape {y.shape} and dtype {y.dtype}, expected numbers to regress"
-                " [N], one a sample"
+                " [N], one a sample, or labels, 0 or 1, [N, T]"
             )
         return y, None
     if y.ndim == 2 and y.shape[1] > 1:
         raise InputError(
             f"{path}: y has shape {y.shape}, one-hot or several labels a sample; expected class"
-            " numbers [N]: of one-hot labels store y.argmax(axis=1)"
+            " numbers [N]: of one-hot labels store y.argmax(axis=1); of several labels, 0 or 1,"
+            " use task=multilabel, in Python num_classes=0"
         )
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")

@@ -9,7 +9,7 @@ from fedjax_cfl.data.datasets.huggingface_folder import Part, find_parts
 from fedjax_cfl.data.datasets.readers import list_names
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, PositiveInt, Rule, check_arguments, each, or_none
+from fedjax_cfl.validation import TEXT, NaturalInt, Rule, check_arguments, each, or_none
 
 Name = Annotated[str | None, or_none(TEXT)]
 Names = Annotated[list[str] | None, or_none(each(TEXT))]
@@ -27,7 +27,7 @@ def huggingface(
     time: Name = None,
     split: Name = None,
     splits: Names = None,
-    num_classes: PositiveInt | None = None,
+    num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns a data set in a folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
     writes it, Parquet files of the hub, or folders partition_0, partition_1, ... of either.
@@ -43,7 +43,8 @@ def huggingface(
     else the samples have none; `time` that of whole numbers, or of time stamps or dates, which
     become seconds since the first; `split` that of train and test; `splits` are the splits to
     read, of several the last one for testing, None: all, if they are train and test;
-    `num_classes` is as in `npz`, for labels without names.
+    `num_classes` is as in `npz`, for labels without names; 0: `y` is a column of numbers to
+    regress, or of lists of labels, 0 or 1.
     Raises InputError for a folder, a file, a column or a value that does not fit.
     Source: github.com/huggingface/datasets 5.2.0.
     """

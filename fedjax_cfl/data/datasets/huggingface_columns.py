@@ -137,6 +137,11 @@ def read_labels(column: Column) -> tuple[np.ndarray, tuple[str, ...] | None]:
     return y, names
 
 
+def read_targets(column: Column) -> tuple[np.ndarray, None]:
+    """Returns numbers to regress [N], or of a column of lists labels [N, T], and no names."""
+    return _read_samples(column) if is_list(column.type) else read_numbers(column), None
+
+
 def read_clients(column: Column) -> tuple[np.ndarray, tuple[str | int, ...] | None]:
     """Returns the owner [N] of each row, and the owners' names in order: None for numbers, which
     name themselves.

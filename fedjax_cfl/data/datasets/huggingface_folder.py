@@ -19,7 +19,7 @@ from fedjax_cfl.data.datasets.readers import (
     read_at_most,
     shorten,
 )
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 
 MOST_JSON_BYTES = 2**24
 SAVE = "datasets.load_dataset(...).save_to_disk(FOLDER)"
@@ -60,7 +60,9 @@ def find_parts(root: Path) -> list[Part]:
         )
     others = [n for n in entries if n not in numbers and os.path.isdir(root / n)]
     if others:
-        warn(f"{root}: {list_names(others)} is of no client (partition_<i>) and is left out")
+        warn_of_file(
+            f"{root}: {list_names(others)} is of no client (partition_<i>) and is left out"
+        )
     parts = []
     for name in sorted(numbers, key=lambda name: numbers[name]):
         path, number = root / name, numbers[name]

@@ -11,7 +11,7 @@ from fedjax_cfl.data.datasets import huggingface_columns as columns
 from fedjax_cfl.data.datasets.arrow_files import read_columns, read_schema
 from fedjax_cfl.data.datasets.files import build_pool
 from fedjax_cfl.data.datasets.huggingface_folder import Part, parse_json, read_features
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 
 # columns that name the user, in well-known data sets
@@ -64,7 +64,7 @@ def read_pool(
         _check_alike(source, first, roles)
     users = [name for name in USERS if name in first.schema.names]
     if users and roles.client is None and first.part.partition is None:
-        warn(
+        warn_of_file(
             f"{root}: column {users[0]} may name the samples' owners and is not used:"
             f" dataset.source.client={users[0]}"
         )
@@ -121,7 +121,8 @@ def _make_pool(
 ) -> Pool:
     """Returns the pool of all files' rows."""
     table, sizes = _read_table(root, sources, roles)
-    y, names = columns.read_labels(table[roles.y])
+    read = columns.read_targets if num_classes == 0 else columns.read_labels
+    y, names = read(table[roles.y])
     arrays: dict[str, np.ndarray] = {"y": y}
     clients = None
     if for_testing is not None:
@@ -140,7 +141,7 @@ def _make_pool(
             f" classes as column {roles.y} names"
         )
     arrays["x"] = columns.read_samples(table[name] for name in roles.x)
-    pool = build_pool(str(root), arrays, num_classes or (len(names) if names else None))
+    pool = build_pool(str(root), arrays, num_classes or (len(names) if names else num_classes))
     if clients is not None and clients != tuple(range(len(clients))):
         pool = pool._replace(client_names=clients)
     return pool._replace(class_names=names) if names else pool

@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pi
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
 from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
 from fedjax_cfl.data.datasets.table import OptionalName
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import TEXT, check_arguments, or_none
 
@@ -25,7 +25,7 @@ Layout = Literal[
     "metadata",
 ]  # fmt: skip
 LAYOUTS = Layout.__args__[:-1]  # of folders
-TABLES = "metadata.csv", "metadata.parquet"
+TABLES = "metadata.csv", "metadata.jsonl", "metadata.parquet"
 DEEPEST = 3  # folders between the root and an image
 SKIPPED = ("Thumbs.db", "desktop.ini", "__MACOSX")  # what systems leave there; and hidden files
 MOST_LISTED = 5  # names in a message
@@ -57,7 +57,7 @@ def image_folder(
     class, if there is one level, and an error that lists what fits if there are more. `size`,
     height and width, resizes the images; `mode` makes all of them grey or rgb. `train` and `test`
     are the folders of the splits, `test` None: there is none; other splits are left out, and it is
-    said. Where metadata.csv or metadata.parquet is in the folder, or in those of both splits,
+    said. Where metadata.csv, .jsonl or .parquet is in the folder, or in those of both splits,
     layout is metadata: it has a row an image with `file_name`, relative to it, the label `y`, None:
     label, and if you like the owner `client`, None: user or client, and `split`, train or test.
     Classes and clients are numbered over all splits in the order of their names, names that are all
@@ -139,7 +139,9 @@ def _list_root(root: Path) -> Found:
         )
     if found.others:
         few = ", ".join("/".join(other) for other in found.others[:MOST_LISTED])
-        warn(f"{root}: {len(found.others)} files are no images and are left out: {shorten(few)}")
+        warn_of_file(
+            f"{root}: files that are no images are left out ({len(found.others)}): {shorten(few)}"
+        )
     return found
 
 
@@ -210,7 +212,9 @@ def _take_splits(
             )
     if left := [name for name in names if name not in (train, test)]:
         few = ", ".join(map(shorten, left[:MOST_LISTED]))
-        warn(f"{root}: splits {few} are left out; read are {train} and {test or 'no other'}")
+        warn_of_file(
+            f"{root}: splits {few} are left out; read are {train} and {test or 'no other'}"
+        )
     return [image for image in found.images if len(image) <= at + 1 or image[at] in (train, test)]
 
 

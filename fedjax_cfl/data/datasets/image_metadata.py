@@ -1,5 +1,5 @@
-"""Folders of images with a table beside them, as Hugging Face's imagefolder has it: metadata.csv or
-metadata.parquet with `file_name`, relative to the table, and what it says of each image.
+"""Folders of images with a table beside them, as Hugging Face's imagefolder has it: metadata.csv,
+.jsonl or .parquet with `file_name`, relative to the table, and what it says of each image.
 """
 
 import os
@@ -36,7 +36,9 @@ def read_metadata(
     Raises InputError for a column or an image that is not there, and for files outside of the
     folder.
     """
-    if shards[0].suffix == ".csv":
+    if shards[0].suffix == ".jsonl":
+        find_kinds, read = table_files.find_jsonl_kinds, table_files.read_jsonl
+    elif shards[0].suffix == ".csv":
         dialect = table_files.Dialect()
         find_kinds = partial(table_files.find_csv_kinds, dialect=dialect)
         read = partial(table_files.read_csv, dialect=dialect)
@@ -53,6 +55,8 @@ def read_metadata(
         if name not in kinds:
             near = suggest_nearest(name, kinds)
             raise InputError(f"{shards[0]}: column {name} is missing{near}, expected it")
+        if kinds[name] not in ("text", "numbers"):
+            raise InputError(f"{shards[0]}: column {name} holds {kinds[name]}, expected text")
     places = partial(_read_places, root, read)
     found = read_columns(Table(root, shards, find_kinds, places), roles, [], set())
     parts = {role: found[name] for role, name in roles.items()}

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, open_unpacked, shorten
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError, warn_of_file
 
 # bytes of memory that a sign in JSON stands for: number, list, object, entry
 JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}
@@ -139,7 +139,7 @@ def _compare_sizes(path: Path, held: dict[str, int], sizes: list[Any]) -> None:
         if size not in (None, count):
             wrong.append(f"{shorten(user)} with {shorten(size)} for {count}")
     if wrong:
-        warn(
+        warn_of_file(
             f"{path}: num_samples is not what is there for {len(wrong)} of {len(held)} users, first"
             f" {wrong[0]}; what is there is read"
         )

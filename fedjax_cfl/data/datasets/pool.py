@@ -23,13 +23,14 @@ def check_pool(pool: Pool, name: str) -> Pool:
     """Returns the pool with x uint8 or float32, y, client and time int32, test bool, or
     raises an `InputError` that names the fault.
 
-    `num_classes` may be `COUNTED`; where it is 0 y becomes float32. Clients are 0 .. K - 1; one
-    without samples keeps its number.
+    `num_classes` may be `COUNTED`; where it is 0 y becomes float32, and [N, T] are labels. Clients
+    are 0 .. K - 1; one without samples keeps its number.
     """
     x, y = np.asarray(pool.x), np.asarray(pool.y)
     if x.dtype.kind not in "buif":
         raise InputError(f"{name}: x has dtype {x.dtype}, expected numbers (uint8 or float32)")
-    if y.ndim != 1 or x.ndim < 1 or len(x) != len(y):
+    several = y.ndim == 2 and not pool.num_classes  # labels of each sample
+    if not (y.ndim == 1 or several) or x.ndim < 1 or len(x) != len(y):
         raise InputError(
             f"{name}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...] with"
             " the same N"
@@ -83,9 +84,18 @@ def _read_labels(name: str, y: np.ndarray, classes: int) -> tuple[np.ndarray, in
 
 
 def _read_targets(name: str, y: np.ndarray) -> np.ndarray:
-    """Returns numbers to regress [N] as float32."""
-    if y.dtype.kind not in "buif":
-        raise InputError(f"{name}: y has dtype {y.dtype}, expected numbers to regress")
+    """Returns numbers to regress [N], or labels [N, T], as float32."""
+    if y.dtype.kind not in "buif" or not y[0].size:
+        raise InputError(
+            f"{name}: y has dtype {y.dtype} and shape {y.shape}, expected numbers to regress [N],"
+            " or labels, 0 or 1, [N, T]"
+        )
+    if y.ndim == 2 and (bad := ~np.isin(y, (0, 1))).any():
+        row, label = np.argwhere(bad)[0].tolist()
+        raise InputError(
+            f"{name}: y is {y[row, label]} in sample {row}, label {label}, expected 0 or 1 of each"
+            " label, or numbers to regress [N], one a sample"
+        )
     with np.errstate(over="ignore"):
         y = y.astype(np.float32)
     if (bad := ~np.isfinite(y)).any():
@@ -124,7 +134,7 @@ def number_owners(client: np.ndarray) -> np.ndarray:
 
 def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
-    fits = split.dtype.kind in "buif" and split.shape == y.shape
+    fits = split.dtype.kind in "buif" and split.shape == y.shape[:1]
     if not fits or not np.isin(split, (0, 1)).all():
         found = f"shape {split.shape} and dtype {split.dtype}"
         if fits:

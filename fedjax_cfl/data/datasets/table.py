@@ -29,14 +29,16 @@ NAMES = Rule(
 )
 
 
-Name = Annotated[str, NAME]
+Names = Annotated[
+    list[str] | str, Rule(NAMES.allowed, lambda value: value != [] and NAMES.holds(value))
+]
 OptionalName = Annotated[str | None, or_none(NAME)]
 OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
 
 
 def csv(
     path: str | Path,
-    y: Name,
+    y: Names,
     x: OptionalNames = None,
     client: OptionalName = None,
     split: OptionalName = None,
@@ -50,7 +52,8 @@ def csv(
     """Returns the samples of a CSV with a line of names, one row a sample, or of all *.csv of a
     folder; plain or gzipped, in UTF-8.
 
-    Args: `y` is the column of labels, numbers or text; `x` those of features, None: all columns of
+    Args: `y` is the column of labels, numbers or text, or with `num_classes` 0 a list of columns of
+    labels that are 0 or 1; `x` those of features, None: all columns of
     numbers without another part; `client` is whose sample a row is, numbers or text; `split` is 0
     or train, 1 or test; `time` when the sample came into being, whole numbers or dates; `concept`
     the true group of its client; `delimiter` is between cells; `decimal` is the decimal point of
@@ -84,7 +87,7 @@ def csv(
 
 def parquet(
     path: str | Path,
-    y: Name,
+    y: Names,
     x: OptionalNames = None,
     client: OptionalName = None,
     split: OptionalName = None,

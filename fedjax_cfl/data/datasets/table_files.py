@@ -1,4 +1,5 @@
-"""Rows of CSV and Parquet files, a batch at a time, by pyarrow and under the rules of `readers`.
+"""Rows of CSV, JSON lines and Parquet files, a batch at a time, by pyarrow and under the rules of
+`readers`.
 
 A column is one of the `Kind`s. Rows are counted from 1, the first after the header. Of a type
 that an Arrow extension adds to a file only the plain storage is read.
@@ -14,6 +15,7 @@ import pyarrow
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.csv
+import pyarrow.json
 import pyarrow.parquet
 
 from fedjax_cfl.data.datasets import readers
@@ -83,9 +85,7 @@ def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator
         packed = not isinstance(file, io.BufferedReader)
         source: Any = str(path)
         if packed:
-            source = bytes(readers.read_at_most(file, most + 1))
-            if len(source) > most:
-                raise InputError(f"{path}: is more than {most} bytes, expected it unpacked")
+            source = _read_whole(path, file, most)
     try:
         names = _open_csv(source, dialect, {}, None).schema.names
         check_columns(path, names)
@@ -96,10 +96,38 @@ def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator
     except Exception as error:  # pyarrow raises many kinds
         said = line_of(error)
         hint = ": save it as UTF-8" if "UTF8" in said else ""
+        if "Expected 1 col" in said:  # the line of names is one name
+            hint = """: name another, as 'dataset.source.delimiter=";"'"""
         raise InputError(
             f"{path}: file cannot be read ({said}), expected a CSV with a line of names and"
             f" cells between {dialect.delimiter!r}{hint}"
         ) from None
+
+
+def _read_whole(path: Path, file: Any, most: int) -> bytes:
+    """Returns the content of an open file. Raises InputError for one of more than `most` bytes."""
+    content = bytes(readers.read_at_most(file, most + 1))
+    if len(content) > most:
+        raise InputError(f"{path}: is more than {most} bytes, expected it unpacked")
+    return content
+
+
+def read_jsonl(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
+    """Yields columns of a file with a JSON object in each line."""
+    yield from _parse_jsonl(path).select(wanted).to_batches()
+
+
+def find_jsonl_kinds(path: Path) -> dict[str, Kind]:
+    """Returns the kind of every column of a file with a JSON object in each line, by name."""
+    return {field.name: _kind_of_type(field.type) for field in _parse_jsonl(path).schema}
+
+
+def _parse_jsonl(path: Path) -> pa.Table:
+    with open_unpacked(path) as (file, most):
+        source = pa.BufferReader(_read_whole(path, file, most))
+    with report_damage(path, "a JSON object in each line, with the same names"):
+        options = pyarrow.json.ReadOptions(use_threads=False, block_size=BLOCK_BYTES)
+        return pyarrow.json.read_json(source, options)
 
 
 def _open_csv(

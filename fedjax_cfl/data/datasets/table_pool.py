@@ -22,7 +22,7 @@ from fedjax_cfl.data.datasets.table_cells import (
     read_times,
 )
 from fedjax_cfl.data.datasets.table_files import MISSING, Kind, parse_numbers
-from fedjax_cfl.errors import InputError, suggest_nearest, warn
+from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.types import Pool
 
 ROLES = ("y", "client", "split", "time", "concept")
@@ -34,7 +34,8 @@ MOST_LISTED = 9  # names in a message
 class Columns(NamedTuple):
     """Which column of a table is what, see `csv`; columns without a part are not read."""
 
-    y: str | None  # None: the table has no labels, and they are 0
+    # None: the table has no labels, and they are 0; several: each is a label that is 0 or 1
+    y: list[str] | str | None
     x: list[str] | str | None = None
     client: str | None = None
     split: str | None = None
@@ -65,13 +66,23 @@ def read_pool(
     images, where they are read.
     """
     path, kinds = str(table.path), table.find_kinds(table.shards[0])
-    roles = {role: str(name) for role in ROLES if (name := getattr(columns, role)) is not None}
+    several = [str(name) for name in columns.y] if isinstance(columns.y, list | tuple) else []
+    if several and num_classes != 0:
+        raise InputError(
+            f"{path}: y={several} are several columns, expected one; of labels that are 0 or 1 use"
+            " task=multilabel, in Python num_classes=0"
+        )
+    named = columns._asdict() | ({"y": None} if several else {})
+    roles = {role: str(named[role]) for role in ROLES if named[role] is not None}
+    roles |= {f"y[{place}]": name for place, name in enumerate(several)}
     features = _choose_features(path, kinds, columns, roles, number_text)
     with_images = kinds[features[0]] == "images"
     texts = {name for name in features if number_text and kinds[name] == "text"}
-    targets = {roles["y"]} if num_classes == 0 and "y" in roles else set()
+    targets = {name for role, name in roles.items() if role[0] == "y"} if num_classes == 0 else ()
     found = read_columns(table, roles, [] if with_images else features, texts, targets)
     parts = {role: found[name] for role, name in roles.items()}
+    if several:
+        parts["y"] = _stack_features([parts.pop(f"y[{place}]") for place in range(len(several))])
     if with_images and stack:
         rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
         x = stack(_iterate_images(table, features[0]), rows)
@@ -107,7 +118,7 @@ def _choose_features(
                 " features, expected x=NAME or a list of names"
             )
         if left := [name for name in rest if name not in features + whole]:
-            warn(
+            warn_of_file(
                 f"{path}: columns {', '.join(map(shorten, left[:MOST_LISTED]))} hold no numbers and"
                 " are not used; name the features in x, or set number_text=true"
             )
