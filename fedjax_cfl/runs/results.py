@@ -338,8 +338,9 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     `best_of` says over how many evaluations the best was taken: fewer for a clustered
     method, whose first accuracies do not count. `last10_evals_*`, the mean and the best
     of the last ten evaluations, compare methods over the same window. Of a regression the names
-    have rmse in place of accuracy, and the best is the lowest; of labels
-    they have micro_f1. Where a round was chosen on validation samples, the best, the final one and all scores but those of the last ten are its.
+    have rmse in place of accuracy, and the best is the lowest; of labels they have micro_f1. Where
+    a round was chosen on validation samples, the best, the final one and all scores but those of
+    the last ten are its.
     """
     rows, score = to_plain(rows), score_of(rows)
     name = score.name
