@@ -4,7 +4,7 @@ For a change that must not change numbers: record before it, record after it, co
 of a run counts, to the last bit, but for times, memory and versions. On the same machine and with
 the same versions of JAX.
 
-    python tests/golden.py record before [NAME ...]    # 68 runs, about six minutes on 2 cores
+    python tests/golden.py record before [NAME ...]    # all: 89 runs, 12 minutes on 2 cores
     python tests/golden.py record after
     python tests/golden.py compare before after        # a line for each run that differs
 """

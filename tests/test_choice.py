@@ -11,7 +11,7 @@ from conftest import call, one_line
 from test_tune import SIZES, TESTS, make_holdings
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli import tune
+from fedjax_cfl.analysis import trials
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.federated import gather, take_clients
@@ -44,13 +44,13 @@ def test_the_chosen_row_is_what_a_summary_and_a_trial_report():
         row |= {"accuracy": value, "units_up": row["round"]}
     assert "chosen_round" not in (plain := summarize_rows(rows))
     assert (plain["best_accuracy"], plain["final_accuracy"], plain["best_round"]) == (0.9, 0.9, 3)
-    assert tune.score(rows) == pytest.approx(0.3)
+    assert trials.score(rows) == pytest.approx(0.3)
     rows[-1]["chosen_round"] = 2
     told = summarize_rows(rows)
     assert (told["best_accuracy"], told["final_accuracy"], told["best_round"]) == (0.2, 0.2, 2)
     assert (told["macro_accuracy"], told["validation_macro_accuracy"]) == (0.2, 0.8)
     assert (told["rounds"], told["units_up"], told["chosen_round"]) == (3, 3, 2)
-    assert tune.score(rows) == pytest.approx(0.2)
+    assert trials.score(rows) == pytest.approx(0.2)
 
 
 def test_validation_samples_are_nobodys_training_and_no_test():

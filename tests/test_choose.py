@@ -72,7 +72,9 @@ def test_all_clients_if_there_are_no_more(toy):
 
 
 def test_unknown_choices_are_refused(linear, toy):
-    with pytest.raises(InputError, match="by=speed: must be one of accuracy, rmse, distance"):
+    with pytest.raises(
+        InputError, match="by=speed: must be one of accuracy, rmse, micro_f1, distance"
+    ):
         cfl(None, linear, toy, KEY, (1, 2), by="speed")
     with pytest.raises(InputError, match="at least one number"):
         cfl(None, linear, toy, KEY, ())
