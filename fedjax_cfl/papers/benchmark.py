@@ -53,7 +53,8 @@ def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> 
     runs of each (row, column), seeds in order.
     """
     cells = [describe_cell(table, *place, runs) for place, runs in found.items()]
-    write_columns(path.with_name("cells.csv"), [cell | {"scores": None} for cell in cells])
+    shown = [{name: value for name, value in cell.items() if name != "scores"} for cell in cells]
+    write_columns(path.with_name("cells.csv"), shown)
     standing = stand(cells)
     if len(standing.methods) < 2:
         return
@@ -97,7 +98,8 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
             continue
         with (folder / "trials.csv").open(newline="") as text:
             lines = list(csv.DictReader(text))
-        tried = [float(line["validation_accuracy"]) for line in lines]
+        score = next(name for name in lines[0] if name.startswith("validation_"))
+        tried = [float(line[score]) for line in lines]
         settings = " ".join(f"{name}={value}" for name, value in chosen["chosen"].items())
         spread = max(tried) - statistics.median(tried)
         return {"chosen": settings, "trials": len(tried), "best_minus_median": spread}
@@ -157,20 +159,23 @@ def format_ranks(
 ) -> str:
     """Returns ranks.md."""
     count, settings = len(standing.methods), len(standing.settings)
+    several = settings > 1  # of one setting tests say nothing
+    over = f"{settings} settings" if several else "one setting"
     lines = [f"# {table['title']}: mean ranks", ""]
     lines.append(
-        f"Over {settings} settings ({', '.join(standing.settings)}), of {count} methods; brackets:"
+        f"Over {over} ({', '.join(standing.settings)}), of {count} methods; brackets:"
         f" {ranks.INTERVAL:.0%} of a bootstrap over settings and seeds. First: in so many of its"
-        f" resamples. Against {baseline}: mean difference in points, and Wilcoxon's chance after"
-        " Holm's correction."
+        f" resamples. Against {baseline}: mean difference in points"
+        + (", and Wilcoxon's chance after Holm's correction." if several else ".")
     )
-    chance = ranks.friedman(standing.means)
-    if chance is not None:
+    if (chance := ranks.friedman(standing.means)) is not None:
         lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
-    lines.append(
-        f"Mean ranks less than {ranks.critical_difference(count, settings):.2f} apart are not told"
-        f" apart at {ranks.LEVEL:.0%} (Nemenyi)."
-    )
+    if several:
+        apart = ranks.critical_difference(count, settings)
+        lines.append(
+            f"Mean ranks less than {apart:.2f} apart are not told apart at {ranks.LEVEL:.0%}"
+            " (Nemenyi)."
+        )
     if standing.partial:
         lines.append(f"Not ranked, without runs in some setting: {', '.join(standing.partial)}.")
     lines += [
@@ -185,7 +190,7 @@ def format_ranks(
             f"{row['mean_rank']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
             f"{row['share_first']:.0%}",
             "-" if gap is None else f"{100 * gap:+.1f}",
-            "-" if p is None else f"{p:.2g}",
+            *(["-" if p is None else f"{p:.2g}"] if several else []),
         ]
         lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
     return "\n".join(lines) + "\n"
@@ -223,10 +228,11 @@ def draw_ranks(axes: Axes, standing: Standing, ranked: ranks.Ranks, order: np.nd
     places = np.arange(len(order))
     spans = np.abs(np.stack([ranked.low, ranked.high]) - ranked.mean)[:, order]
     axes.errorbar(ranked.mean[order], places, xerr=spans, fmt="o", markersize=4, color="#0072B2")
-    apart = ranks.critical_difference(len(order), len(standing.settings))
-    best = ranked.mean.min()
-    axes.axvspan(best, min(best + apart, len(order)), color="0.92", zorder=0)
-    style_axes(axes, "mean rank", f"grey: not told from the best ({apart:.1f})", "")
+    if said := len(standing.settings) > 1:
+        apart = ranks.critical_difference(len(order), len(standing.settings))
+        best = ranked.mean.min()
+        axes.axvspan(best, min(best + apart, len(order)), color="0.92", zorder=0)
+    style_axes(axes, "mean rank", "grey: not told from the best" if said else "", "")
     axes.set_yticks(places, [escape_plot(standing.methods[j]) for j in order], fontsize=9)
     axes.set_ylim(len(order) - 0.5, -0.5)
     axes.set_xlim(left=0.5)
