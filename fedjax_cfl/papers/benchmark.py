@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedjax_cfl.analysis import ranks, trials
-from fedjax_cfl.analysis.plot import new_figure, save_figure, style_axes
+from fedjax_cfl.analysis.plot import format_percent_axis, new_figure, save_figure, style_axes
 from fedjax_cfl.formatting import escape_markdown, escape_plot
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
 from fedjax_cfl.runs.results import read_summary, write_columns, write_text
@@ -178,11 +178,8 @@ def format_ranks(
         )
     if standing.partial:
         lines.append(f"Not ranked, without runs in some setting: {', '.join(standing.partial)}.")
-    lines += [
-        "",
-        f"| method | mean rank | first | against {baseline} | p |",
-        "|---|---|---|---|---|",
-    ]
+    headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
+    lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
         gap, p = row["minus_baseline"], row["p_wilcoxon_holm"]
         shown = [
@@ -267,5 +264,6 @@ def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
             axes.plot(sent[j], scores[j], "o", markersize=4, color="#D55E00")
             axes.annotate(escape_plot(cells[j]["method"]), (sent[j], scores[j]), fontsize=7)
     style_axes(axes, title, "megabytes, both ways", "score")
+    format_percent_axis(axes)
     axes.set_xscale("symlog", linthresh=1)  # of none and of many
     axes.margins(0.12)
