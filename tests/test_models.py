@@ -24,6 +24,7 @@ SIZES = [  # conf file, sample shape, classes, parameters as published or as cou
     ("mclr", (784,), 26, 20_410),
     ("mclr", (60,), 10, 610),
     ("mlp", (784,), 10, 101_770),
+    ("small_mlp", (2,), 2, 102),
     ("femnist_mlp", IMAGE, 10, 407_050),
     ("femnist_mlp", IMAGE, 26, 415_258),
     ("mnist_cnn", IMAGE, 10, 50_186),
@@ -62,6 +63,7 @@ SMALL = [  # every conf file once, on the smallest sample it takes, to keep the 
         for name in (
             "mclr",
             "mlp",
+            "small_mlp",
             "femnist_mlp",
             "mnist_cnn",
             "fmnist_cnn",

@@ -411,7 +411,7 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
 
 def test_doctor_knows_every_data_set_that_is_read_from_files():
     # generated, the user's own, or made of the files of others
-    elsewhere = {"digits", "synthetic", "swapped_rotated_cifar10"}
+    elsewhere = {"digits", "synthetic", "swapped_rotated_cifar10", "sine", "circle", "sea"}
     elsewhere |= {"rotated_mnist", "ifca_rotated_mnist", "multi_source_digits"}
     files = (CONF / "dataset").glob("*.yaml")
     options = {file.stem for file in files if "path: ???" not in file.read_text()}
