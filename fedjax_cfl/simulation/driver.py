@@ -154,10 +154,7 @@ def drive(
             counters[member] = update_counters(counters[member], row, **seconds)
             rows[member].append(row)
         blocks = []
-        groupings = [
-            Grouping(*take_rows((tested.index, tested.concept, tested.evaluation.clients), place))
-            for place in program.places
-        ]
+        groupings = [find_grouping(tested, place) for place in program.places]
         if on_rows([each[-1] for each in rows], groupings, snapshots):
             break
         started = time.perf_counter()
@@ -166,6 +163,11 @@ def drive(
     return [
         make_result(program, member, locate(member), rows[member], tested) for member in members
     ]
+
+
+def find_grouping(tested: evaluate.Tested, place: tuple[int, ...]) -> Grouping:
+    """Returns who is in which group in the run at `place` of a program, by a test of all."""
+    return Grouping(*take_rows((tested.index, tested.concept, tested.evaluation.clients), place))
 
 
 def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:

@@ -22,7 +22,7 @@ from fedjax_cfl.simulation.metrics import (
 )
 
 
-class Measured(NamedTuple):
+class Measure(NamedTuple):
     """One measure of every client."""
 
     values: Any  # [K]
@@ -41,13 +41,13 @@ class ErrorMetrics(struct.PyTreeNode):
     target_mean: jax.Array  # [K] float32
     target_variance: jax.Array  # [K] float32, divided by n
 
-    def list_measures(self) -> dict[str, Measured]:
+    def list_measures(self) -> dict[str, Measure]:
         """Returns the measures by name."""
         known = self.samples > 0
         return {
-            "rmse": Measured(self.rmse, known, higher=False),
-            "mae": Measured(self.mae, known, higher=False),
-            "r2": Measured(self.r2, known & (self.target_variance > 0)),
+            "rmse": Measure(self.rmse, known, higher=False),
+            "mae": Measure(self.mae, known, higher=False),
+            "r2": Measure(self.r2, known & (self.target_variance > 0)),
         }
 
     def by_group(self, groups: Any, count: int) -> dict[str, Any]:
@@ -84,13 +84,13 @@ class LabelMetrics(struct.PyTreeNode):
     hits: jax.Array  # [K, T] int32, true positives of each label
     named: jax.Array  # [K, T] int32, how often it is there, and how often it is predicted, in all
 
-    def list_measures(self) -> dict[str, Measured]:
+    def list_measures(self) -> dict[str, Measure]:
         """Returns the measures by name."""
         named = self.named.sum(1) > 0
         return {
-            "micro_f1": Measured(self.micro_f1, named),
-            "label_f1": Measured(self.label_f1, named),
-            "exact_match": Measured(self.exact_match, self.samples > 0),
+            "micro_f1": Measure(self.micro_f1, named),
+            "label_f1": Measure(self.label_f1, named),
+            "exact_match": Measure(self.exact_match, self.samples > 0),
         }
 
     def by_group(self, groups: Any, count: int) -> dict[str, Any]:
