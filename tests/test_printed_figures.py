@@ -268,6 +268,7 @@ PRINTED: dict[str, Sequence[Printed | str]] = {
         )
     ],
     "planted_clusters": [],  # its table stands in a guide
+    "cflbench": [],  # its tables are files that the command writes
     "planted_methods": [
         Printed(
             columns={
