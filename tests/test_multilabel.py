@@ -4,6 +4,7 @@ groups, what files may hold, and what of the catalogue needs classes.
 
 import json
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +188,7 @@ def test_the_mean_of_the_models_is_tested(fedjax_cfl):
 
 
 def test_the_glossary_has_every_key_of_a_row(run):
-    text = open(f"{cfl.__path__[0]}/../docs/reference/glossary.md").read()
+    text = (Path(__file__).parents[1] / "docs/reference/glossary.md").read_text()
     own = set(run.rows[-1]) - set(text.partition("## Rows\n")[2].partition("\n## ")[0].split("`"))
     part = text.partition("## Rows of labels\n")[2].partition("\n## ")[0]
     names = [line.split("|")[1] for line in part.splitlines() if line.startswith("| `")]

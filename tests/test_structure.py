@@ -222,7 +222,7 @@ def test_public_functions_are_annotated():
 
 def list_files(title: str) -> list[str]:
     """Returns the files that the table of a section of CONTRIBUTING.md names, in its order."""
-    page = (HOME.parent / "CONTRIBUTING.md").read_text()
+    page = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text()
     section = page.partition(f"## {title}\n")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return [name for row in rows for name in re.findall(r"[\w/]+\.py", row)]
