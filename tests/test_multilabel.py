@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from conftest import call, lasting_rows, nightly, one_line, stop_and_go_on
 from sklearn.metrics import f1_score
+from test_regression import compare_heads, train_two
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import assemble
@@ -76,12 +77,7 @@ def run(folder):
 def test_a_step_is_that_of_a_twin(first_layer):
     arrays = planted(clients=2)
     data, task = federate(arrays), make_task()
-    execution = cfl.make_execution(cfl.make_mesh(1), first_layer=first_layer)
-    local = cfl.Local(lr=0.5, epochs=2, batch_size=30).replace(execution=execution)
-    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.uniform(2))
-    state = algorithm.init(jax.random.key(0), data)
-    head = jax.tree.map(lambda leaf: np.asarray(leaf[0], float), state.groups["head"])
-    after, info = jax.jit(algorithm.round)(jax.random.key(0), state, data)
+    head, after, info = train_two(task, data, 0.5, first_layer)
     trained, losses = [], []
     for client in range(2):
         own = (arrays["client"] == client) & (arrays["split"] == 0)
@@ -93,10 +89,7 @@ def test_a_step_is_that_of_a_twin(first_layer):
             slope = (p - y) / y.size
             w, b = w - 0.5 * x.T @ slope, b - 0.5 * slope.sum(0)
         trained.append((w, b))
-    kernel, bias = (np.mean(part, axis=0) for part in zip(*trained, strict=True))
-    np.testing.assert_allclose(after.groups["head"]["kernel"][0], kernel, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(after.groups["head"]["bias"][0], bias, rtol=2e-5, atol=1e-6)
-    assert float(info.loss) == pytest.approx(np.mean(losses), rel=1e-5)
+    compare_heads(after, info, trained, losses)
 
 
 def twin(y, guess):

@@ -89,8 +89,7 @@ def write_runs(folder, scores, chosen):
         row = {"round": 3, "accuracy": 0.0, "macro_accuracy": score, "worst10_accuracy": score / 2}
         row |= {"bytes_down": 2e6 * (seed + 1), "bytes_up": 0, "local_steps": 7}
         (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-        summary = {"clients": 10, "planned_memory_bytes": {"client_memory": 120}}
-        (run / "summary.json").write_text(json.dumps(summary))
+        (run / "summary.json").write_text(json.dumps({"new_clients_accuracy": 0.25}))
         runs.append(run)
     (folder / "chosen.json").write_text(
         json.dumps({"given": [], "seeds": [0, 1], "chosen": {"local.lr": chosen}})
@@ -119,7 +118,7 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert float(first["score"]) == pytest.approx(0.6) and float(first["worst10"]) == 0.3
     assert float(first["sd"]) == pytest.approx(np.std([0.5, 0.7], ddof=1))
     assert float(first["megabytes"]) == 3.0 and float(first["local_steps"]) == 7
-    assert float(first["client_state_bytes"]) == 12
+    assert float(first["new_clients"]) == 0.25
     assert first["chosen"] == "local.lr=2" and first["trials"] == "3"
     assert float(first["best_minus_median"]) == pytest.approx(0.2)
     best, worst = read(tmp_path / "ranks.csv")  # Half did not run in both
@@ -130,6 +129,16 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert "Not ranked, without runs in some setting: Half." in text
     assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 |" in text
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_run_that_is_not_finite_is_the_worst():
+    cells = [
+        {"setting": "one", "method": method, "scores": scores}
+        for method, scores in (("Avg", [0.2, 0.4]), ("Best", [0.5, float("nan")]))
+    ]
+    found = benchmark.collect_scores(cells)
+    np.testing.assert_array_equal(found.of_seeds[0], [[0.2, 0.5], [0.4, 0.0]])
+    assert ranks.rank_methods(found.of_seeds).mean.tolist() == [1.0, 2.0]
 
 
 def test_one_method_is_not_ranked(tmp_path):

@@ -69,6 +69,29 @@ def run(folder):
 # losses and scores
 
 
+def train_two(task, data, lr, first_layer):
+    """Returns a linear model, as float64, what a round of FedAvg makes of it, in which both clients
+    take two steps of all their samples, and the round's Info.
+    """
+    execution = cfl.make_execution(cfl.make_mesh(1), first_layer=first_layer)
+    local = cfl.Local(lr=lr, epochs=2, batch_size=30, execution=execution)
+    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.uniform(2))
+    state = algorithm.init(jax.random.key(0), data)
+    head = jax.tree.map(lambda leaf: np.asarray(leaf[0], float), state.groups["head"])
+    after, info = jax.jit(algorithm.round)(jax.random.key(0), state, data)
+    return head, jax.tree.map(lambda leaf: leaf[0], after.groups["head"]), info
+
+
+def compare_heads(after, info, trained, losses):
+    """Compares a round with the (kernel, bias) that each client of a twin has trained, and the
+    losses of its first steps.
+    """
+    kernel, bias = (np.mean(part, axis=0) for part in zip(*trained, strict=True))
+    np.testing.assert_allclose(after["kernel"], kernel, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(after["bias"], bias, rtol=2e-5, atol=1e-6)
+    assert float(info.loss) == pytest.approx(np.mean(losses), rel=1e-5)
+
+
 @pytest.mark.parametrize("loss", ["squared", "huber"])
 @pytest.mark.parametrize("first_layer", ["direct", "dual"])
 def test_a_step_is_that_of_a_twin(loss, first_layer):
@@ -76,13 +99,7 @@ def test_a_step_is_that_of_a_twin(loss, first_layer):
     data, delta = federate(arrays), 0.7
     targets = cfl.models.regression(loss, delta)
     task = cfl.as_task(cfl.models.MCLR(1), (3,), data.num_classes, 0.0, targets)
-    local = cfl.Local(lr=0.1, epochs=2, batch_size=30)  # all samples of a client in each step
-    execution = cfl.make_execution(cfl.make_mesh(1), first_layer=first_layer)
-    local = local.replace(execution=execution)
-    algorithm = cfl.algorithms.fedavg(task, local, cfl.select.uniform(2))
-    state = algorithm.init(jax.random.key(0), data)
-    head = jax.tree.map(lambda leaf: np.asarray(leaf[0], float), state.groups["head"])
-    after, info = jax.jit(algorithm.round)(jax.random.key(0), state, data)
+    head, after, info = train_two(task, data, 0.1, first_layer)
     trained, losses = [], []
     for client in range(2):
         own = (arrays["client"] == client) & (arrays["split"] == 0)
@@ -94,10 +111,7 @@ def test_a_step_is_that_of_a_twin(loss, first_layer):
             losses += [np.mean(e**2 if loss == "squared" else huber)] if step == 0 else []
             w, b = w - 0.1 * (x.T @ slope / len(e))[:, None], b - 0.1 * slope.mean()
         trained.append((w, b))
-    kernel, bias = (np.mean(part, axis=0) for part in zip(*trained, strict=True))
-    np.testing.assert_allclose(after.groups["head"]["kernel"][0], kernel, rtol=2e-5, atol=1e-6)
-    np.testing.assert_allclose(after.groups["head"]["bias"][0], bias, rtol=2e-5, atol=1e-6)
-    assert float(info.loss) == pytest.approx(np.mean(losses), rel=1e-5)
+    compare_heads(after, info, trained, losses)
 
 
 def twin(y, guess, owner, groups):

@@ -206,8 +206,7 @@ def choose_source(config: dict[str, Any]) -> dict[str, Any]:
     if source["num_classes"]:
         raise InputError(
             f"dataset.source.num_classes={source['num_classes']}: task={task_of(config)} has no"
-            " classes;"
-            " use null, or task=classification"
+            " classes; use null, or task=classification"
         )
     return source | {"num_classes": 0}
 

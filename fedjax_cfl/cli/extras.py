@@ -105,9 +105,8 @@ def add_newcomers(
     found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics, score.name)
     if name_newcomers(config) == "validation_clients":
         values = np.asarray(getattr(new.metrics, score.name))
-        known = values[np.isfinite(values)]
-        mean = float(known.mean()) if known.size else float("nan")
-        found.numbers[f"validation_clients_macro_{score.name}"] = mean
+        mean = average(values, np.isfinite(values))
+        found.numbers[f"validation_clients_macro_{score.name}"] = float(mean)
     return new, population
 
 

@@ -46,8 +46,7 @@ def tune(
 
     Args: `overrides` as for a sweep, KEY=V1,V2; `out` is a folder; `share` of each client's
     training samples is set apart; `trial_seeds` are those of the trials, `seeds` those of the last
-    runs. What can be is trained as one program. Raises InputError for settings that are this
-    function's own, and where no trial is finite.
+    runs. Raises InputError for settings that are this function's own, and where no trial is finite.
     """
     from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
 
@@ -63,7 +62,7 @@ def tune(
         run_arguments(["-m", *chosen, *own])
         return read_trials(folder)
 
-    trials = run(TRIALS, [*overrides, "evaluate.finetune=0", "curves=false"], trial_seeds)
+    trials = run(TRIALS, ["curves=false", *overrides], trial_seeds)
     best = choose(trials)
     fixed = [text for text, name in zip(overrides, names, strict=True) if name not in best.settings]
     fixed += [f"{name}={value}" for name, value in best.settings.items()]

@@ -17,7 +17,7 @@ from fedjax_cfl.analysis import ranks, trials
 from fedjax_cfl.analysis.plot import format_percent_axis, new_figure, save_figure, style_axes
 from fedjax_cfl.formatting import escape_markdown, escape_plot
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
-from fedjax_cfl.runs.results import read_summary, write_columns, write_text
+from fedjax_cfl.runs.results import read_summary, to_plain, write_columns, write_text
 
 # of cells.csv: its columns, and where a run has them
 MEASURED = {
@@ -29,23 +29,22 @@ MEASURED = {
     "local_steps": "local_steps",
     "train_s": "train_s",
     "sim_time_s": "sim_time_s",
-    "client_state_bytes": "client_state_bytes",
 }
 LINE = 0.24  # inches a method takes in a picture
 
 
-class Standing(NamedTuple):
+class Scores(NamedTuple):
     """The methods that ran in all settings, and their scores."""
 
     settings: list[str]
     methods: list[str]
-    scores: list[np.ndarray]  # of each setting [seeds, methods]
+    of_seeds: list[np.ndarray]  # of each setting [seeds, methods]
     partial: list[str]  # methods that miss a setting, which are not ranked
 
     @property
     def means(self) -> np.ndarray:
         """Mean scores over seeds [settings, methods]."""
-        return np.stack([each.mean(0) for each in self.scores])
+        return np.stack([each.mean(0) for each in self.of_seeds])
 
 
 def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
@@ -55,21 +54,21 @@ def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> 
     cells = [describe_cell(table, *place, runs) for place, runs in found.items()]
     shown = [{name: value for name, value in cell.items() if name != "scores"} for cell in cells]
     write_columns(path.with_name("cells.csv"), shown)
-    standing = stand(cells)
-    if len(standing.methods) < 2:
+    scores = collect_scores(cells)
+    if len(scores.methods) < 2:
         return
-    ranked = ranks.rank_methods(standing.scores)
+    ranked = ranks.rank_methods(scores.of_seeds)
     base = table.get("baseline")
-    rows = list_ranks(standing, ranked, base)
+    rows = list_ranks(scores, ranked, base)
     write_columns(path.with_name("ranks.csv"), rows)
-    write_text(path.with_name("ranks.md"), format_ranks(table, standing, rows, base))
-    draw(table, standing, ranked, cells, path)
+    write_text(path.with_name("ranks.md"), format_ranks(table, scores, rows, base))
+    draw(table, scores, ranked, cells, path)
 
 
 def describe_cell(table: dict, row: str, column: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Returns a line of cells.csv; `scores` are those of its seeds."""
     measure = cell_measure(table, row, column)
-    runs = [read_run(folder) for folder in folders]
+    runs = [(read_summary(folder) or {}) | read_measures(folder) for folder in folders]
     scores = [float("nan") if run[measure] is None else run[measure] for run in runs]
     cell: dict[str, Any] = {"setting": row, "method": column, "seeds": len(runs)}
     cell |= {"measure": measure, "score": statistics.fmean(scores)}
@@ -78,15 +77,6 @@ def describe_cell(table: dict, row: str, column: str, folders: Sequence[Path]) -
         values = [run[field] for run in runs if run.get(field) is not None]
         cell[name] = statistics.fmean(values) if values else None
     return cell | describe_choice(folders[0]) | {"scores": scores}
-
-
-def read_run(folder: Path) -> dict[str, Any]:
-    """Returns the measures of a run, and what its summary has beside them."""
-    summary = read_summary(folder) or {}
-    kept = (summary.get("planned_memory_bytes") or {}).get("client_memory")
-    clients = summary.get("clients") or 1
-    own = {"client_state_bytes": None if kept is None else kept / clients}
-    return summary | own | read_measures(folder)
 
 
 def describe_choice(run_dir: Path) -> dict[str, Any]:
@@ -106,26 +96,25 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def stand(cells: Sequence[dict[str, Any]]) -> Standing:
+def collect_scores(cells: Sequence[dict[str, Any]]) -> Scores:
     """Returns the scores of the methods that ran in all settings, over the seeds that all of them
-    have, the first ones.
+    have, the first ones. A run that is not finite in the end has the score 0.
     """
     placed = {(cell["setting"], cell["method"]): cell["scores"] for cell in cells}
     settings = list(dict.fromkeys(cell["setting"] for cell in cells))
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
-    scores = []
+    of_seeds = []
     for setting in settings if kept else ():
         seeds = min(len(placed[setting, method]) for method in kept)
-        scores.append(np.array([placed[setting, method][:seeds] for method in kept]).T)
-    return Standing(settings, kept, scores, [m for m in methods if m not in kept])
+        found = np.array([placed[setting, method][:seeds] for method in kept]).T
+        of_seeds.append(np.nan_to_num(found, nan=0.0))
+    return Scores(settings, kept, of_seeds, [m for m in methods if m not in kept])
 
 
-def list_ranks(
-    standing: Standing, ranked: ranks.Ranks, baseline: str | None
-) -> list[dict[str, Any]]:
+def list_ranks(scores: Scores, ranked: ranks.Ranks, baseline: str | None) -> list[dict[str, Any]]:
     """Returns the lines of ranks.csv, the best first."""
-    means, methods = standing.means, standing.methods
+    means, methods = scores.means, scores.methods
     chances = gaps = np.full(len(methods), np.nan)
     if baseline in methods:
         place = methods.index(baseline)
@@ -144,31 +133,24 @@ def list_ranks(
         }
         for j, method in enumerate(methods)
     ]
-    lines.sort(key=lambda line: line["mean_rank"])
-    return [{name: _plain(value) for name, value in line.items()} for line in lines]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return value
-    return None if np.isnan(value) else float(value)
+    return to_plain(sorted(lines, key=lambda line: line["mean_rank"]))
 
 
 def format_ranks(
-    table: dict, standing: Standing, rows: list[dict[str, Any]], baseline: str | None
+    table: dict, scores: Scores, rows: list[dict[str, Any]], baseline: str | None
 ) -> str:
     """Returns ranks.md."""
-    count, settings = len(standing.methods), len(standing.settings)
+    count, settings = len(scores.methods), len(scores.settings)
     several = settings > 1  # of one setting tests say nothing
     over = f"{settings} settings" if several else "one setting"
     lines = [f"# {table['title']}: mean ranks", ""]
     lines.append(
-        f"Over {over} ({', '.join(standing.settings)}), of {count} methods; brackets:"
+        f"Over {over} ({', '.join(scores.settings)}), of {count} methods; brackets:"
         f" {ranks.INTERVAL:.0%} of a bootstrap over settings and seeds. First: in so many of its"
         f" resamples. Against {baseline}: mean difference in points"
         + (", and Wilcoxon's chance after Holm's correction." if several else ".")
     )
-    if (chance := ranks.friedman(standing.means)) is not None:
+    if (chance := ranks.friedman(scores.means)) is not None:
         lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
     if several:
         apart = ranks.critical_difference(count, settings)
@@ -176,8 +158,8 @@ def format_ranks(
             f"Mean ranks less than {apart:.2f} apart are not told apart at {ranks.LEVEL:.0%}"
             " (Nemenyi)."
         )
-    if standing.partial:
-        lines.append(f"Not ranked, without runs in some setting: {', '.join(standing.partial)}.")
+    if scores.partial:
+        lines.append(f"Not ranked, without runs in some setting: {', '.join(scores.partial)}.")
     headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
     lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
@@ -195,14 +177,14 @@ def format_ranks(
 
 def draw(
     table: dict,
-    standing: Standing,
+    scores: Scores,
     ranked: ranks.Ranks,
     cells: Sequence[dict[str, Any]],
     path: Path,
 ) -> None:
     """Draws mean ranks, scores by method and setting, and scores against megabytes."""
     order = np.argsort(ranked.mean)
-    count, settings = len(standing.methods), standing.settings
+    count, settings = len(scores.methods), scores.settings
     fronts = -(-len(settings) // 2)
     width = 5.5 + 0.75 * len(settings) + 4.2 * min(2, len(settings))
     height = max(1.8 + LINE * count, 3.4 * fronts)
@@ -210,8 +192,8 @@ def draw(
     halves = [5.5 + 0.75 * len(settings), width - 5.5]
     (left, right), *_ = figure.subfigures(1, 2, width_ratios=halves, squeeze=False)
     shown, grid = left.subplots(1, 2, width_ratios=[3.2, 0.75 * len(settings) + 0.5])
-    draw_ranks(shown, standing, ranked, order)
-    draw_grid(grid, table, standing, order)
+    draw_ranks(shown, scores, ranked, order)
+    draw_grid(grid, table, scores, order)
     panels = right.subplots(fronts, min(2, len(settings)), squeeze=False).flat
     for axes, setting in zip(panels, settings, strict=False):
         draw_front(axes, row_title(table, setting), [c for c in cells if c["setting"] == setting])
@@ -220,24 +202,24 @@ def draw(
     save_figure(figure, path)
 
 
-def draw_ranks(axes: Axes, standing: Standing, ranked: ranks.Ranks, order: np.ndarray) -> None:
+def draw_ranks(axes: Axes, scores: Scores, ranked: ranks.Ranks, order: np.ndarray) -> None:
     """Draws mean ranks with their intervals, the best at the top, and the critical difference."""
     places = np.arange(len(order))
     spans = np.abs(np.stack([ranked.low, ranked.high]) - ranked.mean)[:, order]
     axes.errorbar(ranked.mean[order], places, xerr=spans, fmt="o", markersize=4, color="#0072B2")
-    if said := len(standing.settings) > 1:
-        apart = ranks.critical_difference(len(order), len(standing.settings))
+    if said := len(scores.settings) > 1:
+        apart = ranks.critical_difference(len(order), len(scores.settings))
         best = ranked.mean.min()
         axes.axvspan(best, min(best + apart, len(order)), color="0.92", zorder=0)
     style_axes(axes, "mean rank", "grey: not told from the best" if said else "", "")
-    axes.set_yticks(places, [escape_plot(standing.methods[j]) for j in order], fontsize=9)
+    axes.set_yticks(places, [escape_plot(scores.methods[j]) for j in order], fontsize=9)
     axes.set_ylim(len(order) - 0.5, -0.5)
     axes.set_xlim(left=0.5)
 
 
-def draw_grid(axes: Axes, table: dict, standing: Standing, order: np.ndarray) -> None:
+def draw_grid(axes: Axes, table: dict, scores: Scores, order: np.ndarray) -> None:
     """Draws scores in percent, coloured by how far they are below the best of their setting."""
-    means = standing.means[:, order]
+    means = scores.means[:, order]
     axes.imshow((means.max(1, keepdims=True) - means).T, aspect="auto", cmap="Blues", vmax=0.6)
     for (setting, method), mean in np.ndenumerate(means):
         dark = means[setting].max() - mean > 0.35
@@ -245,7 +227,7 @@ def draw_grid(axes: Axes, table: dict, standing: Standing, order: np.ndarray) ->
         axes.text(
             setting, method, f"{100 * mean:.1f}", ha="center", va="center", color=color, fontsize=8
         )
-    names = [escape_plot(row_title(table, name)) for name in standing.settings]
+    names = [escape_plot(row_title(table, name)) for name in scores.settings]
     style_axes(axes, "score (%)", "", "")
     axes.grid(False)
     axes.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=9)

@@ -110,10 +110,9 @@ def make_cells(
                 overrides = [f"experiment={name}", *entry["overrides"], *own]
                 folder = out / row / column
                 if "tune" in table:
-                    named = {text.partition("=")[0] for text in values}
-                    shared = entry.get("tune", table["tune"])
-                    grid = [text for text in shared if text.partition("=")[0] not in named]
-                    grid = (*grid, *values)
+                    # what a column tries of a setting counts, not what the table does
+                    named = {text.partition("=")[0]: text for text in (*table["tune"], *values)}
+                    grid = tuple(named.values())
                     yield Cell(row, column, seed, folder, [*overrides, *extra], grid, tuple(seeds))
                 else:
                     overrides += [f"seed={seed}", *extra]

@@ -32,7 +32,7 @@ COLUMNS = {
 
 
 class Assignments(NamedTuple):
-    """Who was in which group at each of E evaluations, of S clients: all, or a sample."""
+    """Who was in which group at each of E evaluations, of R clients: all, or a sample."""
 
     rounds: np.ndarray  # [E] int32
     clients: np.ndarray  # [R] int64, rows of clients.parquet

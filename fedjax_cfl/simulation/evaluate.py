@@ -15,7 +15,7 @@ from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.scores import SCORES, choose_score, find_score
+from fedjax_cfl.scores import ACCURACY, MICRO_F1, RMSE, choose_score, find_score
 from fedjax_cfl.sharding import over_devices, take_models
 from fedjax_cfl.simulation import metrics, targets
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
@@ -117,10 +117,10 @@ def predict_block(
         mine = weights[jnp.maximum(owner, 0)]
         found = mix_predictions(task, model, mine, x, owner)
         loss = mixture_loss(found, y)
-    guess = found[:, 0]
-    if data.num_classes or data.y.ndim > 1:
-        guess = jnp.argmax(found, -1) if data.num_classes else found > 0
-        guess = guess.astype(jnp.int32)
+    if data.num_classes:
+        guess = jnp.argmax(found, -1).astype(jnp.int32)
+    else:
+        guess = found[:, 0] if data.y.ndim == 1 else (found > 0).astype(jnp.int32)
     return jnp.where(slot < total, test, total), guess, loss
 
 
@@ -371,8 +371,12 @@ def is_finite(models: Params) -> jax.Array:
 def empty(data: FederatedData) -> Evaluation:
     """Returns the evaluation of all clients before any of them has been tested."""
     unknown, zero = jnp.full(data.num_clients, jnp.nan), jnp.zeros((), jnp.int32)
-    kinds = metrics.ClientMetrics, targets.ErrorMetrics, targets.LabelMetrics
-    kind = kinds[SCORES.index(choose_score(data.num_classes, data.y))]
+    tables = {
+        ACCURACY: metrics.ClientMetrics,
+        RMSE: targets.ErrorMetrics,
+        MICRO_F1: targets.LabelMetrics,
+    }
+    kind = tables[choose_score(data.num_classes, data.y)]
     fields = dict.fromkeys(kind.__dataclass_fields__, unknown)
     fields["samples"] = jnp.zeros(data.num_clients, jnp.int32)
     if kind is targets.LabelMetrics:

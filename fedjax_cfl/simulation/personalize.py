@@ -79,6 +79,7 @@ def finetune_clients(
             part
             if found is None
             else jax.tree.map(
+                # transposed, since of labels there are also [K, T]
                 lambda old, new, there=part.samples > 0: np.where(there, new.T, old.T).T,
                 found,
                 part,
