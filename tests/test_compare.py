@@ -409,7 +409,7 @@ def test_a_target_of_everything_is_allowed(tmp_path, capsys):
     (one,) = compare.compare([tmp_path / "run"], target=1.0)
     assert one["rounds_to_target"][0] == 1 and "rounds to 100 %" in capsys.readouterr().out
     for target in (0.0, 1.01):
-        with pytest.raises(InputError, match="target must be a (score|share)"):
+        with pytest.raises(InputError, match=r"target must be a (score|share)"):
             compare.compare([tmp_path / "run"], target=target)
 
 

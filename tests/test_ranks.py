@@ -76,7 +76,11 @@ TABLE = {
     "scale": 100,
     "baseline": "Avg",
     "columns": {"Avg": [], "Best": [], "Half": []},
-    "rows": {"one": {"overrides": []}, "two": {"overrides": [], "title": "the second"}},
+    "rows": {
+        "one": {"overrides": []},
+        "two": {"overrides": [], "title": "the second"},
+        "begun": {"overrides": []},
+    },
 }
 
 
@@ -106,7 +110,7 @@ def read(path):
 def test_the_files_of_a_benchmark(tmp_path):
     scores = {
         ("one", "Avg"): [0.5, 0.7], ("one", "Best"): [0.9, 0.9], ("one", "Half"): [0.1, 0.1],
-        ("two", "Avg"): [0.2, 0.4], ("two", "Best"): [0.6, 0.5],
+        ("two", "Avg"): [0.2, 0.4], ("two", "Best"): [0.6, 0.5], ("begun", "Avg"): [0.3, 0.3],
     }  # fmt: skip
     found = {
         place: write_runs(tmp_path / "_".join(place), values, "2")
@@ -126,7 +130,7 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert float(best["minus_baseline"]) == pytest.approx((0.3 + 0.25) / 2)
     assert worst["method"] == "Avg" and worst["p_wilcoxon_holm"] == ""
     text = (tmp_path / "ranks.md").read_text()
-    assert "Not ranked, without runs in some setting: Half." in text
+    assert "Not ranked, for they are not complete: Half, begun." in text
     assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 |" in text
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 

@@ -6,6 +6,8 @@ A setting is a row of the table that has runs of its own, its score the measure 
 
 import csv
 import statistics
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +16,13 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from fedjax_cfl.analysis import ranks, trials
-from fedjax_cfl.analysis.plot import format_percent_axis, new_figure, save_figure, style_axes
+from fedjax_cfl.analysis.plot import (
+    escape_plot_lines,
+    format_percent_axis,
+    new_figure,
+    save_figure,
+    style_axes,
+)
 from fedjax_cfl.formatting import escape_markdown, escape_plot
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
 from fedjax_cfl.runs.results import read_summary, to_plain, write_columns, write_text
@@ -34,12 +42,12 @@ LINE = 0.24  # inches a method takes in a picture
 
 
 class Scores(NamedTuple):
-    """The methods that ran in all settings, and their scores."""
+    """The methods that are ranked, in which settings, and their scores."""
 
     settings: list[str]
     methods: list[str]
     of_seeds: list[np.ndarray]  # of each setting [seeds, methods]
-    partial: list[str]  # methods that miss a setting, which are not ranked
+    missed: list[str]  # methods that did not run in all of these, and settings begun
 
     @property
     def means(self) -> np.ndarray:
@@ -98,18 +106,21 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
 
 def collect_scores(cells: Sequence[dict[str, Any]]) -> Scores:
     """Returns the scores of the methods that ran in all settings, over the seeds that all of them
-    have, the first ones. A run that is not finite in the end has the score 0.
+    have, the first ones. A run that is not finite in the end has the score 0. A setting with less
+    than half as many methods as another has been begun, and does not count yet.
     """
     placed = {(cell["setting"], cell["method"]): cell["scores"] for cell in cells}
-    settings = list(dict.fromkeys(cell["setting"] for cell in cells))
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    counts = Counter(cell["setting"] for cell in cells)
+    settings = [name for name, count in counts.items() if 2 * count >= max(counts.values())]
     kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
     of_seeds = []
     for setting in settings if kept else ():
         seeds = min(len(placed[setting, method]) for method in kept)
         found = np.array([placed[setting, method][:seeds] for method in kept]).T
         of_seeds.append(np.nan_to_num(found, nan=0.0))
-    return Scores(settings, kept, of_seeds, [m for m in methods if m not in kept])
+    missed = [name for name in (*methods, *counts) if name not in (*kept, *settings)]
+    return Scores(settings, kept, of_seeds, missed)
 
 
 def list_ranks(scores: Scores, ranked: ranks.Ranks, baseline: str | None) -> list[dict[str, Any]]:
@@ -158,8 +169,8 @@ def format_ranks(
             f"Mean ranks less than {apart:.2f} apart are not told apart at {ranks.LEVEL:.0%}"
             " (Nemenyi)."
         )
-    if scores.partial:
-        lines.append(f"Not ranked, without runs in some setting: {', '.join(scores.partial)}.")
+    if scores.missed:
+        lines.append(f"Not ranked, for they are not complete: {', '.join(scores.missed)}.")
     headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
     lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
@@ -194,10 +205,10 @@ def draw(
     shown, grid = left.subplots(1, 2, width_ratios=[3.2, 0.75 * len(settings) + 0.5])
     draw_ranks(shown, scores, ranked, order)
     draw_grid(grid, table, scores, order)
-    panels = right.subplots(fronts, min(2, len(settings)), squeeze=False).flat
+    panels = list(right.subplots(fronts, min(2, len(settings)), squeeze=False).flat)
     for axes, setting in zip(panels, settings, strict=False):
         draw_front(axes, row_title(table, setting), [c for c in cells if c["setting"] == setting])
-    for axes in list(panels)[len(settings) :]:
+    for axes in panels[len(settings) :]:
         axes.set_visible(False)
     save_figure(figure, path)
 
@@ -245,7 +256,9 @@ def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
             best = scores[j]
             axes.plot(sent[j], scores[j], "o", markersize=4, color="#D55E00")
             axes.annotate(escape_plot(cells[j]["method"]), (sent[j], scores[j]), fontsize=7)
-    style_axes(axes, title, "megabytes, both ways", "score")
+    heading = escape_plot_lines(textwrap.fill(title, 30))
+    style_axes(axes, heading, "megabytes, both ways", "score")
     format_percent_axis(axes)
-    axes.set_xscale("symlog", linthresh=1)  # of none and of many
+    if sent.max() > 20:  # from none to many
+        axes.set_xscale("symlog", linthresh=1)
     axes.margins(0.12)
