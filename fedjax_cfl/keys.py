@@ -47,6 +47,18 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
+@jax.jit  # sixteen calls of it are traced and lowered once
+def swap_or_not(number: ArrayLike, x: jax.Array, words: jax.Array, begin: jax.Array, n: jax.Array):
+    """Returns the positions `x` after one round of swap-or-not, with `begin` as the pass's seed
+    and `n` positions.
+    """
+    seed = mix(begin + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(0x7FEB352D))
+    turn = seed % n
+    partner = jnp.where(turn >= x, turn - x, turn + n - x)
+    bits = mix(jnp.maximum(x, partner) * jnp.uint32(0x9E3779B9) ^ (seed + words[1]))
+    return jnp.where(bits & 1 == 1, partner, x)
+
+
 def permute(
     words: jax.Array, count: ArrayLike, epoch: ArrayLike, place: jax.Array, rolled: bool = False
 ) -> jax.Array:
@@ -64,19 +76,13 @@ def permute(
     n = jnp.maximum(count, 1).astype(jnp.uint32)
     begin = words[0] + epoch.astype(jnp.uint32) * jnp.uint32(0x9E3779B9)
 
-    def swap(number: ArrayLike, x: jax.Array) -> jax.Array:
-        seed = mix(begin + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(0x7FEB352D))
-        turn = seed % n
-        partner = jnp.where(turn >= x, turn - x, turn + n - x)
-        bits = mix(jnp.maximum(x, partner) * jnp.uint32(0x9E3779B9) ^ (seed + words[1]))
-        return jnp.where(bits & 1 == 1, partner, x)
-
     x = jnp.minimum(jnp.asarray(place).astype(jnp.uint32), n - 1)
     x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, begin.shape))
     if rolled:
-        return lax.fori_loop(0, ROUNDS, swap, x).astype(jnp.int32)
+        turn = lambda number, x: swap_or_not(number, x, words, begin, n)
+        return lax.fori_loop(0, ROUNDS, turn, x).astype(jnp.int32)
     for number in range(ROUNDS):
-        x = swap(number, x)
+        x = swap_or_not(number, x, words, begin, n)
     return x.astype(jnp.int32)
 
 

@@ -2,6 +2,8 @@
 
 Traffic is whole models (the papers' unit u) and 4-byte words of everything else (FlexCFL Fig. 6).
 A count is two uint32 words, (high, low): exact up to 2^64 without 64-bit JAX.
+
+What is called several times in a round is jitted here, so that it is traced once for each shape.
 """
 
 import jax
@@ -52,6 +54,7 @@ def _add_words(one, other):
     return one[0] + other[0] + (low < one[1]).astype(jnp.uint32), low
 
 
+@jax.jit
 def make_traffic(
     units_down: ArrayLike = 0,
     units_up: ArrayLike = 0,
@@ -64,6 +67,7 @@ def make_traffic(
     return Traffic(*(make_count(count) for count in (units_down, units_up, words_down, words_up)))
 
 
+@jax.jit
 def add_traffic(*entries: Traffic) -> Traffic:
     """Returns the sum of ledger entries, over their slots too."""
     first, *rest = (jax.tree.map(sum_counts, entry) for entry in entries)
@@ -199,6 +203,7 @@ def count_arrived(report: Report, arrived: jax.Array) -> Report:
     )
 
 
+@jax.jit
 def add_reports(*reports: Report) -> Report:
     """Returns the sum of reports, over their clients and slots too; `early` becomes part of the
     traffic. Its `first_nonfinite` is that of the first report that has a bad update.
