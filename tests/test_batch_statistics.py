@@ -196,6 +196,7 @@ def test_a_client_keeps_running_statistics_as_flax_does(running):
         assert min(map(float, jax.tree.leaves(moved))) > 1e-3
 
 
+@pytest.mark.nightly
 def test_running_statistics_are_averaged_by_samples_whatever_the_server_does(running):
     data, select = faces(1.0), full_participation()
     local = cfl.Local(0.1, 1, BATCH, execution=cfl.make_execution(cfl.make_mesh(1), 1))

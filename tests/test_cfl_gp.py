@@ -126,6 +126,7 @@ def test_slow_twin(toy, linear, local, period):
     assert (sent.words_down, sent.words_up) == (0, twin.words) and twin.words > 0
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     """Bit for bit; nothing more is sent."""
     state, infos = play(cfl_gp(linear, local, EVERYBODY, m=1), toy)
@@ -182,7 +183,8 @@ def digits():
     return cfl.as_task(cfl.models.MCLR(10), (8, 8), 10)
 
 
-@pytest.mark.parametrize("project_to", [None, nightly(40)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("project_to", [None, 40])
 def test_four_rotations_of_digits_are_found(turned, digits, local, project_to):
     """In the first round, and again when they are looked for later."""
     algorithm = cfl_gp(digits, local, EVERYBODY, m=4, last=2, project_to=project_to)

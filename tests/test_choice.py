@@ -147,6 +147,7 @@ def test_without_a_choice_rows_are_as_they_were(runs, monkeypatch):
     assert "chosen_round" not in summary and "ended_early" not in summary
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_chooses_and_ends_as_another(runs, monkeypatch, capsys):
     """Stopped before its end; killed after its last row and before its summary; ended."""
     monkeypatch.chdir(runs)

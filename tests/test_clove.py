@@ -116,6 +116,7 @@ def test_slow_twin(toy, linear, local, first, stable):
     assert (sent.words_down, sent.words_up) == (0, 2 * twin.asked)
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg(toy, linear, local):
     """Bit for bit."""
     pick = select.uniform(6)
@@ -125,6 +126,7 @@ def test_one_group_is_fedavg(toy, linear, local):
     chex.assert_trees_all_equal((state.groups, infos), (expected.groups, wanted))
 
 
+@pytest.mark.nightly
 def test_newcomers_alone_choose_as_in_ifca(toy, linear, local):
     pick = select.from_table(np.array([[0, 1], [3, 4], [5, 6], [7, 8]]))
     begun, _ = play(clove(linear, local, pick, m=3), toy, 1)

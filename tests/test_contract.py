@@ -28,8 +28,7 @@ ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
 # one of every kind of method; test_choices.py traces a round of all others, and their rounds have
 # twins or reductions in files of their own
-OFTEN = ["cfl", "fedavg", "feddrift", "fedem", "fedfomo", "fesem", "fielding", "flexcfl", "ifca"]
-OFTEN += ["nonfed", "qfedavg", "scaffold", "tkm"]
+OFTEN = ["cfl", "fedavg", "fedem", "fesem", "fielding", "flexcfl", "ifca", "qfedavg", "scaffold"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
@@ -48,8 +47,8 @@ UNITING = ("stocfl",)
 STARTS_TRAINED = ("fesem", "fesem_ma", "fesem_mig", "ifca_restarts", "tkm", "wecfl")
 # one of every kind, for what takes long to compile
 KINDS = ("cfl", "fesem", "flexcfl", "ifca", "qfedavg")
-# whose lanes are compared in every run: one kind, and one whose clients train otherwise
-LANES = ("flexcfl", "fedem")
+# whose lanes are compared in every run: one whose clients train otherwise
+LANES = ("fedem",)
 SIDE_BY_SIDE = ("local.executor=lanes", "local.width=3")
 
 # models down and up per client of the cohort, where it is not one each
@@ -262,7 +261,7 @@ def begin_and_go_on(algorithm, key, data):
     return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
 
 
-@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ("flexcfl", "fielding")))
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ["fielding"]))
 def test_shapes_stay_in_a_grid_on_a_stream(name, build):
     """One trace for what the three tests below see one by one: the values of all settings that
     a grid or a program can be given, data that move, and a preset.
@@ -312,7 +311,8 @@ def test_jit_equals_no_jit(case):
     chex.assert_trees_all_close(eager, (case.states[3], case.infos[2]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", others_nightly(KINDS, ["flexcfl"]), indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", KINDS, indirect=True)
 def test_scan_equals_python_loop(case):
     def scanned(key, state, data):
         return jax.lax.scan(

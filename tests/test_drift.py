@@ -161,6 +161,7 @@ SAMPLES = st.tuples(st.integers(0, K - 1), st.integers(0, C - 1))
 TEST = np.arange(30) % 3 == 0
 
 
+@pytest.mark.nightly
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     samples=st.lists(SAMPLES, min_size=30, max_size=30),

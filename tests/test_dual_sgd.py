@@ -150,6 +150,7 @@ def test_equals_a_fixed_number_of_steps(noise):
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
+@pytest.mark.nightly
 def test_does_not_depend_on_chunk_mates(noise):
     task = cfl.as_task(cfl.models.MLP(4, hidden=(7,)), (6, 5), 4)
     alone, side_by_side = (trained(task, noise, "dual", width=width) for width in (1, 4))

@@ -275,6 +275,7 @@ def test_what_is_not_a_number_stays_with_its_client(skewed, width):
     np.testing.assert_array_equal(np.delete(found, 6, 0), np.delete(clean, 6, 0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("epochs", [nightly(1), 2])
 def test_reported_losses_have_the_penalty_of_the_start_and_of_the_end(skewed, epochs):
     """One batch for the whole client: its first loss is that of the received model."""
@@ -327,6 +328,7 @@ def sample(data, held):
     return data.x[held], data.y[held]
 
 
+@pytest.mark.nightly
 def test_steps_take_the_samples_of_the_shuffle(skewed):
     """A step sees B samples of the pass, as the twin of the shuffle draws them."""
     seen = []

@@ -579,7 +579,8 @@ TRAINING_ASIDE = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(TRAINING_ASIDE, ["fesem"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", TRAINING_ASIDE)
 def test_a_client_with_huge_inputs_spoils_nothing_anywhere(name, linear, local, toy):
     """Its every update is screened and counted, as a founder, a newcomer, at the start and
     in rounds; each of three clients in turn.

@@ -8,7 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
-from conftest import matrix, nightly, spent
+from conftest import matrix, spent
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 
@@ -63,8 +63,9 @@ def group(groups, g=0):
     return jax.tree.map(lambda leaf: leaf[g : g + 1], groups)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("gamma", "min_size"), [nightly(1.0, 2), (0.0, CLIENTS)], ids=["gamma", "min_size"]
+    ("gamma", "min_size"), [(1.0, 2), (0.0, CLIENTS)], ids=["gamma", "min_size"]
 )
 def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma, min_size):
     """Two cycles: FedAvg whose every third round has all clients."""

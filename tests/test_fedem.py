@@ -385,6 +385,7 @@ def test_the_likelihood_does_not_fall(two_concepts, bare, local):
     assert (gain > -1e-3).all() and likelihood[-1] > likelihood[0] + 1, likelihood
 
 
+@pytest.mark.nightly
 def test_clients_that_differ_in_labels_alone_are_put_together_by_fedrc(local):
     """One concept; two clients have labels 0 and 1, two have labels 2 and 3."""
     rng = np.random.default_rng(2)

@@ -116,6 +116,7 @@ def test_slow_twin(toy, linear, local, m, every, lam):
         np.testing.assert_allclose(used[client].flat(), wanted.flat(), atol=3e-5)
 
 
+@pytest.mark.nightly
 def test_one_center_is_fedprox_as_long_as_clients_begin_with_it(toy, linear, local):
     """In the first round: later ones go on from clients' own models."""
     one = play(fedsoft(linear, local, COHORT, m=1, lam=0.3), toy, 1)

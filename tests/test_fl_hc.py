@@ -33,6 +33,7 @@ def clustered_once(concepts, linear, local):
     )
 
 
+@pytest.mark.nightly
 def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
     last = clustered_once[-1]
     clustered = clustered_once[3]

@@ -152,6 +152,7 @@ def test_slow_twin(shifted, linear, local, m, newcomers):
     assert (sent.words_down, sent.words_up) == (0, words)
 
 
+@pytest.mark.nightly
 def test_one_group_is_fedavg(toy, linear, local):
     """With steps as long as one likes."""
     state, _ = play(flux(linear, local, COHORT, m=3, warm_up=1, eps=1e6), toy)
@@ -235,9 +236,8 @@ def turned():
     return cfl.federate(pool, cfl.partition.iid(pool, clients=20, seed=0), cfl.concept.rotate)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"m": 10, "factor": 1.2}, nightly({"m": 4, "cluster": "kmeans"})]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", [{"m": 10, "factor": 1.2}, {"m": 4, "cluster": "kmeans"}])
 def test_four_rotations_of_digits_are_found(turned, local, settings):
     """Clients that are held out come without labels."""
     task = cfl.as_task(cfl.models.MCLR(10), (8, 8), 10)

@@ -231,6 +231,7 @@ def test_what_systems_leave_is_passed_over_and_other_files_are_said(tmp_path, ca
     )
 
 
+@pytest.mark.nightly
 def test_the_runs_of_a_sweep_say_once_what_a_file_holds(fedjax_cfl, tmp_path, capsys):
     written(tmp_path / "own", {f"{k}/{n}.png": A for k in "ab" for n in range(8)} | {"notes": b"x"})
     status, out, err = fedjax_cfl(

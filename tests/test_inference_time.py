@@ -66,6 +66,7 @@ def slowest(samples, clients=None):
     return pytest.approx((each if clients is None else each[clients]).max(), rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_ifca_infers_every_model_in_every_round(toy, timed):
     size = np.asarray(toy.train.size)
     seconds, _ = timed(algorithms.ifca, [toy] * 2, EVERYBODY, m=3)

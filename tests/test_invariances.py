@@ -140,7 +140,8 @@ def by_loss(toy, mlp, local):
     return jax.jit(chosen_by_loss(mlp, local))(KEY, toy)
 
 
-@pytest.mark.parametrize(("devices", "width"), [nightly(1, 3), (4, 4096)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("devices", "width"), [(1, 3), (4, 4096)])
 def test_power_of_choice_on_devices(by_loss, toy, mlp, local, devices, width):
     spread = with_execution(local, mesh=cfl.make_mesh(devices), width=width)
     state, infos = jax.jit(chosen_by_loss(mlp, spread))(KEY, toy)

@@ -48,6 +48,7 @@ def finished(tmp_path_factory, ifca, linear, toy):
     return run, folder, cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=mesh)
 
 
+@pytest.mark.nightly
 def test_a_directory_changes_no_number(finished):
     run, folder, memory = finished
     assert fingerprint(run.rows) == fingerprint(results.to_plain(memory.rows))
@@ -155,6 +156,7 @@ def test_another_run_in_the_directory_is_refused(finished, linear, local, toy):
         cfl.run(other, linear, toy, jax.random.key(4), rounds=9, run_dir=folder, settings=names)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("undrawn")
 def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch):
     """Ctrl-C comes as KeyboardInterrupt, and the same call goes on."""

@@ -111,9 +111,10 @@ def test_groups_are_those_of_a_loop():
 # rounds
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "sampling",
-    [back_search(samples=10), nightly(generator(samples=10, hidden=64, generator_steps=300))],
+    [back_search(samples=10), generator(samples=10, hidden=64, generator_steps=300)],
     ids=["back_search", "generator"],
 )
 def test_one_call_separates_disjoint_rotations(sampling, rotated, reader, trained):

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly
 from sklearn.metrics import adjusted_rand_score, f1_score
 
 from fedjax_cfl.simulation import metrics
@@ -150,8 +149,9 @@ def test_ari_is_accurate_on_nearly_trivial_partitions():
     np.testing.assert_allclose(got, adjusted_rand_score(a, b), atol=1e-6)
 
 
-@pytest.mark.parametrize("clients", [nightly(50_000), 1_000_000])
-@pytest.mark.parametrize("agreement", [nightly(0.0), 0.7])
+@pytest.mark.nightly
+@pytest.mark.parametrize("clients", [50_000, 1_000_000])
+@pytest.mark.parametrize("agreement", [0.0, 0.7])
 def test_ari_is_right_for_a_million_clients(clients, agreement):
     """Whose pairs int32 cannot count."""
     rng = np.random.default_rng(clients)

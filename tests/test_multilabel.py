@@ -237,6 +237,7 @@ def test_comparisons_and_pages_are_of_f1(folder, tmp_path):
     assert titles[0] == "Test micro-F1" and "Test micro-F1 of each true group" in titles
 
 
+@pytest.mark.nightly
 def test_the_final_table_says_what_is_measured(fedjax_cfl):
     np.savez("own.npz", **planted())
     extras = "evaluate.finetune=1 evaluate.new_clients=0.2 clients_per_round=6"

@@ -92,7 +92,8 @@ def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     assert spent(alone[0], alone[-1]) == spent(over[0], over[-1])
 
 
-@pytest.mark.parametrize("judge", [nightly("template"), "own"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("judge", ["template", "own"])
 def test_fedper_equals_its_twin(toy, mlp, local, judge):
     """Over IFCA: clients test the group's layers under their own head, and train both."""
     pick = select.uniform(COHORT)
@@ -360,7 +361,8 @@ def test_models_received_and_models_of_their_own_exclude_each_other(mlp, local):
 PARTS = {"fedper": "hidden_0", "fedrep": "hidden_0", "fedbabu": "hidden_0", "lg_fedavg": "head"}
 
 
-@pytest.mark.parametrize("name", others_nightly(["ditto", "apfl", *PARTS], ["fedper"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["ditto", "apfl", *PARTS])
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
     """To the last bit, also the clients' own; bytes are those of the part that is sent."""
     line = f"algorithm=ifca model=mlp personal={name} clients_per_round=6 local.epochs=2"

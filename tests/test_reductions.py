@@ -302,6 +302,7 @@ def test_flexcfl_of_one_group_is_fedavg_after_the_group_start(toy, linear, local
     assert_same(play(alone, toy, 3, begun), play(plain, toy, 3, begun.replace(memory=())))
 
 
+@pytest.mark.nightly
 def test_mixing_of_strength_zero_changes_nothing_and_costs_nothing(
     toy, linear, local, two_groups, grouped
 ):

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, one_line, stop_and_go_on
+from conftest import call, lasting_rows, nightly, one_line, stop_and_go_on
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis.report import format_tests
@@ -92,8 +92,15 @@ def compare_heads(after, info, trained, losses):
     assert float(info.loss) == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-@pytest.mark.parametrize("loss", ["squared", "huber"])
-@pytest.mark.parametrize("first_layer", ["direct", "dual"])
+@pytest.mark.parametrize(
+    ("first_layer", "loss"),
+    [
+        ("direct", "huber"),
+        ("dual", "squared"),
+        nightly("direct", "squared"),
+        nightly("dual", "huber"),
+    ],
+)
 def test_a_step_is_that_of_a_twin(loss, first_layer):
     arrays = planted(clients=2)
     data, delta = federate(arrays), 0.7
@@ -242,6 +249,7 @@ def test_comparisons_know_that_lower_is_better(folder, tmp_path, monkeypatch):
     assert ranks == {"ifca": "best", "fedavg": "plain"}
 
 
+@pytest.mark.nightly
 def test_pages_and_curves_are_of_rmse(folder, tmp_path):
     cfl.report(folder, tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
@@ -253,6 +261,7 @@ def test_pages_and_curves_are_of_rmse(folder, tmp_path):
     assert curves.axes[0].get_ylim()[0] == 0
 
 
+@pytest.mark.nightly
 def test_the_final_table_says_what_is_measured(fedjax_cfl):
     np.savez("own.npz", **planted())
     status, out, _ = fedjax_cfl(f"{SMALL} rounds=2 eval_every=2 run_dir=run")
@@ -262,6 +271,7 @@ def test_the_final_table_says_what_is_measured(fedjax_cfl):
     assert "RMSE, worst 10 % of clients" in out and "RMSE" in open("run/run.log").read()
 
 
+@pytest.mark.nightly
 def test_tuning_takes_the_lowest(fedjax_cfl):
     np.savez("own.npz", **planted())
     line = f"{SMALL} rounds=4 --trial-seeds 5 --seeds 6".replace(
@@ -274,6 +284,7 @@ def test_tuning_takes_the_lowest(fedjax_cfl):
     assert 0 < chosen["test_rmse"] < 0.5 and len(chosen["test_rmses"]) == 1
 
 
+@pytest.mark.nightly
 def test_extras_are_of_rmse(fedjax_cfl):
     np.savez("own.npz", **planted())
     extras = "evaluate.finetune=1 evaluate.new_clients=0.2"
@@ -282,6 +293,7 @@ def test_extras_are_of_rmse(fedjax_cfl):
     assert summary["new_clients_rmse"] < 0.3 and summary["finetuned_rmse"] < 0.3
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_as_if_it_had_not_stopped(fedjax_cfl):
     np.savez("own.npz", **planted())
     stop_and_go_on(fedjax_cfl, SMALL)
@@ -295,6 +307,7 @@ def close(one, two, rtol):
             np.testing.assert_allclose(*values, rtol=rtol, atol=rtol, err_msg=name)
 
 
+@pytest.mark.nightly
 def test_devices_and_the_place_of_the_samples_change_nothing(fedjax_cfl, monkeypatch):
     np.savez("own.npz", **planted())
     runs = {"one": "devices=1", "four": "devices=4", "host": "devices=1 resident=host"}
@@ -330,6 +343,7 @@ def test_a_run_from_python_keeps_its_loss(tmp_path, monkeypatch):
         one_line("is of a different run", run_from_python, other)
 
 
+@pytest.mark.nightly
 def test_a_loss_of_ones_own_is_given_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = cfl.models.regression(jnp.abs)
@@ -340,6 +354,7 @@ def test_a_loss_of_ones_own_is_given_again(tmp_path, monkeypatch):
     np.testing.assert_allclose(run.task.loss(params, jnp.zeros((1, 3)), 3 * jnp.ones(1)), 3)
 
 
+@pytest.mark.nightly
 def test_choosing_k_by_rmse():
     data = federate(planted())
     task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, others_nightly
+from conftest import nightly
 from test_layers import KEY, close, normal
 
 from fedjax_cfl.models import GroupNorm, MobileNetV2, ResNet18, ShuffleNetV2, ViT, as_task
@@ -29,7 +29,8 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(SMALL, ["shufflenet_v2"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SMALL)
 def test_a_sample_is_alone_and_every_parameter_learns(name):
     side = 32 if "large" in name else 16
     task = as_task(SMALL[name], (side, side, 3), 3)

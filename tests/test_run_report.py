@@ -120,6 +120,7 @@ def test_a_page_names_what_its_runs_share_and_explains_what_it_has(page):
     assert "exact tests" in both and "One seed" not in both
 
 
+@pytest.mark.nightly
 def test_a_bar_shows_what_a_report_does_on_a_terminal_alone(runs, monkeypatch, capsys):
     def said():
         report([runs / "fedavg"], runs / "one.html")

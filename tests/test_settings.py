@@ -1,6 +1,5 @@
 """The checks of a configuration: what each setting may be, and what is said when it is not."""
 
-import itertools
 from functools import partial
 from typing import Literal
 
@@ -40,16 +39,12 @@ KNOWN = [
 
 @pytest.fixture(scope="module")
 def rules():
-    """Returns the rules of every algorithm, partition, drift, concept and source of conf/."""
-    found = {}
+    """Returns the rules of every option in conf/."""
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        groups = ("algorithm", "partition", "concept", "drift", "dataset", "preset")
-        files = [sorted(path.stem for path in (CONF / group).glob("*.yaml")) for group in groups]
-        for row in itertools.zip_longest(*files):  # one of each group at a time
-            given = [f"{group}={name}" for group, name in zip(groups, row, strict=True) if name]
-            config = hydra.compose("config", given)
-            OmegaConf.update(config, "dataset.source.path", "x", force_add=True)
-            found |= collect_rules(OmegaConf.to_container(config, resolve=True))
+        found = collect_rules(OmegaConf.to_container(hydra.compose("config"), resolve=True))
+    for group in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
+        for path in (CONF / group).glob("*.yaml"):
+            found |= collect_rules({group: OmegaConf.to_container(OmegaConf.load(path))})
     return found
 
 

@@ -80,6 +80,7 @@ def plain(toy, linear, local):
     ]
 
 
+@pytest.mark.nightly
 def test_a_whole_step_is_fedavg(toy, linear, local, plain):
     assert_same(play(feddist(linear, local, COHORT, epsilon=1.0), toy), plain[0])
     assert_same(play(feddws(linear, local, COHORT, epsilon=1.0), toy), plain[1])

@@ -104,6 +104,7 @@ def test_clients_have_the_samples_of_their_stage(prequential):
                 assert sorted(found) == np.flatnonzero(mine).tolist()
 
 
+@pytest.mark.nightly
 def test_the_oracle_follows_the_groups_and_fedavg_cannot():
     """Labels are exchanged, so that one model is right for one of two concepts alone."""
     words = ["0011", "0101", "0101"]

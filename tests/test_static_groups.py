@@ -93,6 +93,7 @@ def test_all_numbers_of_groups_have_one_program(method, toy, linear, local):
     assert len(traced) == 2  # with a state and without
 
 
+@pytest.mark.nightly
 def test_some_of_the_clusters_are_those_of_so_many_alone():
     rng = np.random.default_rng(3)
     x = rng.normal(size=(40, 3)) + 4 * rng.integers(0, 3, (40, 1))
@@ -116,6 +117,7 @@ def test_coincident_points_leave_clusters_empty_whatever_the_room():
     assert float(some.inertia) == 0.0
 
 
+@pytest.mark.nightly
 def test_features_and_linkage_of_fewer_groups(toy):
     updates = np.random.default_rng(1).normal(size=(9, 20)).astype(np.float32)
     gram = jnp.asarray(updates @ updates.T)

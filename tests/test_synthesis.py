@@ -166,6 +166,7 @@ def test_back_search_is_adam_on_each_sample(linear, toy, models, local, mean, sq
             np.testing.assert_allclose(got[model, label, number], expected, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_samples_side_by_side_are_those_one_after_another(reader, rotated, trained, local):
     drawn = []
     for width in (1, 3):

@@ -71,6 +71,7 @@ def make(path="lines.jsonl"):
 """
 
 
+@pytest.mark.nightly
 def test_a_run_and_its_continuation_tell_a_tracker_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])

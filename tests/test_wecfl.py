@@ -133,6 +133,7 @@ def test_clients_of_one_size_make_it_fesem(linear, local):
     assert np.abs(matrix(one.groups) - matrix(other.groups)).max() > 1e-3
 
 
+@pytest.mark.nightly
 def test_planted_groups_are_found(linear, local):
     state = play(wecfl(linear, local, COHORT, m=3), planted(), 3)[-1]
     assert adjusted_rand_score(state.assignment, np.arange(18) % 3) == 1.0
