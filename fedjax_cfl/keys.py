@@ -48,7 +48,9 @@ def mix(x: jax.Array) -> jax.Array:
 
 
 @jax.jit  # sixteen calls of it are traced and lowered once
-def swap_or_not(number: ArrayLike, x: jax.Array, words: jax.Array, begin: jax.Array, n: jax.Array):
+def swap_or_not(
+    number: ArrayLike, x: jax.Array, words: jax.Array, begin: jax.Array, n: jax.Array
+) -> jax.Array:
     """Returns the positions `x` after one round of swap-or-not, with `begin` as the pass's seed
     and `n` positions.
     """
@@ -78,11 +80,14 @@ def permute(
 
     x = jnp.minimum(jnp.asarray(place).astype(jnp.uint32), n - 1)
     x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, begin.shape))
+
+    def turn(number: ArrayLike, x: jax.Array) -> jax.Array:
+        return swap_or_not(number, x, words, begin, n)
+
     if rolled:
-        turn = lambda number, x: swap_or_not(number, x, words, begin, n)
         return lax.fori_loop(0, ROUNDS, turn, x).astype(jnp.int32)
     for number in range(ROUNDS):
-        x = swap_or_not(number, x, words, begin, n)
+        x = turn(number, x)
     return x.astype(jnp.int32)
 
 

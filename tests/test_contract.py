@@ -34,6 +34,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
 PRESETS = sorted(path.stem for path in (CONF / "preset").glob("*.yaml"))
 COHORT, GROUPS, ROUNDS = 6, 2, 15
+# its steps are 1 / tau times as long where updates grow, as those of six of 14 clients do
+GENTLE = {"flash": ("algorithm.server_lr=0.01",)}
 EVERYBODY = ("cfl", "cfl_gp", "nonfed")  # methods whose every client takes part in every round
 POOLED = ("centralised",)  # methods of one place, which counts as a client
 SOFT = ("fedsoft",)  # methods whose every client counts for all groups, and has a model of its own
@@ -144,7 +146,7 @@ def build(toy_pool, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=METHODS)
 def case(request, build):
-    algorithm, task, data, mesh = build(request.param)
+    algorithm, task, data, mesh = build(request.param, given=GENTLE.get(request.param, ()))
     trial = try_rounds(algorithm, task, data, ROUNDS)
     ran = trial.init, trial.round, trial.states, trial.infos
     assert np.sum(data.train.size == 0) == 1  # a rule is about such a client
@@ -222,7 +224,7 @@ def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
 
 @pytest.mark.parametrize("case", others_nightly(NOT_SLOW, LANES) + SLOW, indirect=True)
 def test_side_by_side_is_one_after_another(case, build):
-    lanes, *_ = build(case.name, given=SIDE_BY_SIDE)
+    lanes, *_ = build(case.name, given=(*SIDE_BY_SIDE, *GENTLE.get(case.name, ())))
 
     @jax.jit
     def play(key, data):
@@ -247,7 +249,9 @@ def test_loss_falls(case):
 def test_training_helps_within_a_round(case):
     # a step along others' gradients need not lower a small client's objective; the last loss
     # has the pull back to the received model, which the first has not
-    slack = {"feddane": 1.1, "fedgrouprox": 1.05, "scaffold": 1.15}.get(case.name, 1.0)
+    slack = {"feddane": 1.1, "fedprox": 1.01, "fedgrouprox": 1.05, "scaffold": 1.15}.get(
+        case.name, 1.0
+    )
     losses = np.array([(info.loss, info.last_loss) for info in case.infos])
     assert np.all(losses[:, 1] <= slack * losses[:, 0]), losses
 

@@ -223,7 +223,10 @@ def check_task(config: dict[str, Any], pool: Pool) -> None:
             f" own, dataset={', '.join(FILES)}, or task=classification"
         )
     if asked == "classification":
-        raise InputError(f"dataset.source.num_classes=0: y are no classes; use task={there}")
+        raise InputError(
+            f"dataset.source.num_classes=0: y are no classes; use task={there}, or for classes a"
+            " number >= 1, or null"
+        )
     said = {
         "regression": "y are labels [N, T], 0 or 1, expected one number a sample; use"
         " task=multilabel",
