@@ -205,6 +205,25 @@ def test_labels_name_what_ran(tmp_path):
     assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
 
 
+def test_a_data_set_goes_by_the_name_that_it_was_given(tmp_path):
+    """Two CSV files are two columns, and their settings tell nothing more."""
+    for name in ("sensors", "houses"):
+        for method in ("fedavg", "ifca"):
+            asked = [f"dataset.name='{name}'", f"dataset.source.path={name}.csv"]
+            run_with(tmp_path / name / method, asked, algorithm=method, dataset="csv")
+    compare.main([str(tmp_path), "--out", str(tmp_path), "--pivot", "algorithm", "dataset"])
+    head = (tmp_path / "pivot.md").read_text().splitlines()[0]
+    assert head == "|  | houses | sensors |"
+    groups, _ = compare.compare_runs([tmp_path])
+    assert [group["label"] for group in groups] == [
+        "fedavg houses",
+        "fedavg sensors",
+        "ifca houses",
+        "ifca sensors",
+    ]
+    assert {group["method"] for group in groups} == {"fedavg", "ifca"}
+
+
 def test_names_of_settings_are_short_where_that_is_clear():
     names = ["algorithm.m", "local.lr", "model.lr", "partition.seed", "hydra.model"]
     assert list(compare.shorten_names(names).values()) == ["m", *names[1:]]
