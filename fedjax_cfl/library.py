@@ -179,7 +179,7 @@ def compare(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best_accuracy",
+    measure: str = "best",
 ) -> Comparison:
     """Compares finished runs, as `fedjax-cfl compare` does; prints nothing but notes.
 
