@@ -1,6 +1,7 @@
 """Makes the pictures of the documentation: python docs/pictures.py (2 minutes on 2 cores).
 
-report.png is a photograph: the page of the sweep in docs/tutorials/report.md, in a browser.
+report.png is a photograph: the page of the sweep in docs/tutorials/report.md, in a browser, as by
+chromium --headless=new --hide-scrollbars --window-size=1280,1244 --screenshot=report.png sweep.html
 """
 
 import shutil

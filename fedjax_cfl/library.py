@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import FinishedRun, InputError
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import driver
@@ -79,6 +80,7 @@ def run(
     mesh: Mesh | None = None,
     run_dir: str | Path,
     settings: Mapping[str, Any] | None = None,
+    scaling: Scaling | None = None,
     verbose: bool = True,
 ) -> "LoadedRun": ...
 
@@ -97,6 +99,7 @@ def run(
     on_row: OnRow | None = None,
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
+    scaling: Scaling | None = None,
     verbose: bool = True,
 ) -> "Result | LoadedRun":
     """Runs `rounds` rounds, with an evaluation after every `eval_every` and the last. With a
@@ -108,18 +111,21 @@ def run(
     shows; `on_row` gets each evaluation's row as soon as it is known, and where the run stands
     then; the run ends early if it returns true. It goes without `run_dir`.
     With `run_dir`: `settings` are names and values that tell the run from others in tables:
-    `algorithm`, `dataset`, `partition` and `model` name its parts, all others are yours; `verbose`
-    shows progress and the final table.
+    `algorithm`, `dataset`, `partition` and `model` name its parts, all others are yours; `scaling`
+    is what `standardize` returned with `data`: the run keeps it, and its predictions scale samples
+    by it; `verbose` shows progress and the final table.
     Raises InputError for data without test samples, for a run that does not fit into memory, and
     for a `run_dir` with another run, or with other settings, in it; NonFiniteUpdate where the
     faults ask for it; KeyboardInterrupt where Ctrl-C stopped it, with a checkpoint.
     """
     plan = Plan(rounds, eval_every, discard)
-    setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh())
+    setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh(), scaling)
     if run_dir is not None:
         if on_row is not None:
             raise InputError("on_row: goes without run_dir, whose rows are in metrics.jsonl")
         return _run_in_dir(setup, plan, key, Path(run_dir), dict(settings or {}), verbose)
+    if scaling is not None:
+        raise InputError("scaling: is kept in a run_dir; name one, as run_dir='runs/one'")
     if settings is not None:
         raise InputError("settings: are written to a run_dir; name one, as run_dir='runs/one'")
     return driver.run_setup(setup, plan, key, on_row or (lambda row, snapshot: None))
@@ -173,7 +179,7 @@ def compare(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best_accuracy",
+    measure: str = "best",
 ) -> Comparison:
     """Compares finished runs, as `fedjax-cfl compare` does; prints nothing but notes.
 

@@ -14,6 +14,7 @@ from fedjax_cfl import formatting
 from fedjax_cfl.analysis import compare, compare_inputs, pivot, plot
 from fedjax_cfl.analysis.compare import reduce_set
 from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
+from fedjax_cfl.analysis.compare_outputs import format_mean
 from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, compare_pairs
@@ -205,6 +206,25 @@ def test_labels_name_what_ran(tmp_path):
     assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
 
 
+def test_a_data_set_goes_by_the_name_that_it_was_given(tmp_path):
+    """Two CSV files are two columns, and their settings tell nothing more."""
+    for name in ("sensors", "houses"):
+        for method in ("fedavg", "ifca"):
+            asked = [f"dataset.name='{name}'", f"dataset.source.path={name}.csv"]
+            run_with(tmp_path / name / method, asked, algorithm=method, dataset="csv")
+    compare.main([str(tmp_path), "--out", str(tmp_path), "--pivot", "algorithm", "dataset"])
+    head = (tmp_path / "pivot.md").read_text().splitlines()[0]
+    assert head == "|  | houses | sensors |"
+    groups, _ = compare.compare_runs([tmp_path])
+    assert [group["label"] for group in groups] == [
+        "fedavg houses",
+        "fedavg sensors",
+        "ifca houses",
+        "ifca sensors",
+    ]
+    assert {group["method"] for group in groups} == {"fedavg", "ifca"}
+
+
 def test_names_of_settings_are_short_where_that_is_clear():
     names = ["algorithm.m", "local.lr", "model.lr", "partition.seed", "hydra.model"]
     assert list(compare.shorten_names(names).values()) == ["m", *names[1:]]
@@ -251,6 +271,28 @@ def test_a_pivot_has_the_best_of_each_column_and_what_seeds_cannot_tell_from_it(
     assert "| ifca, m=3 | 20.00 ± 10.00 | - |" in (tmp_path / "pivot.md").read_text()
 
 
+def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
+    for number, (method, score) in enumerate((("fedavg", 0.5), ("ifca", 0.75))):
+        run_with(tmp_path / f"classes{number}", [], [score], algorithm=method)
+        rows = [{"round": 1, "rmse": 3 - number}]
+        named = SUMMARY | {"algorithm": method, "dataset": "houses", "overrides": []}
+        run_of(tmp_path / f"numbers{number}", named, json.dumps(rows[0]) + "\n")
+    compare.main([str(tmp_path), "--out", "by-data", "--pivot", "algorithm", "dataset"])
+    text = Path("by-data/pivot.md").read_text()
+    assert text.startswith("|  | digits, best % | houses, best RMSE |\n")
+    assert "| fedavg | 50.00 | 3 |\n| ifca | **75.00** | **2** |" in text
+    assert "best % and best RMSE, mean ±" in text
+    asked = ["--pivot", "dataset", "algorithm", "--measure", "final"]
+    compare.main([str(tmp_path), "--out", "by-method", *asked])
+    text = Path("by-method/pivot.md").read_text()  # the columns mix scores: none is the best
+    assert "| digits, final % | 50.00 | 75.00 |\n| houses, final RMSE | 3 | 2 |" in text
+    compare.main([str(tmp_path / "numbers0"), "--out", "one", "--pivot", "algorithm", "dataset"])
+    assert Path("one/pivot.md").read_text().startswith("|  | houses |")
+    monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
+    page = report([tmp_path], "page.html").read_text()
+    assert " A best accuracy is a maximum, a best RMSE is a minimum over the tests" in page
+
+
 def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
     groups = compare.compare([swept / f"{name}{seed}" for name in TWO for seed in range(3)])
     first, second = (
@@ -261,8 +303,24 @@ def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
     found = pivot.rank_cells({"ifca": better, "fedavg": second}, "best_accuracy")
     assert found == {"ifca": "best", "fedavg": "tied"}
     assert set(pivot.rank_cells({"ifca": first}, "best_accuracy").values()) == {"plain"}
+    alike = {"a": first | {"mae": (1.44106, 0.1, 3)}, "b": second | {"mae": (1.44107, 0.1, 3)}}
+    assert pivot.rank_cells(alike, "mae") == {"a": "best", "b": "tied"}  # both are shown as 1.441
     cheap = {"a": first | {"units": (3.0, 0.0, 3)}, "b": second | {"units": (1.0, 0.0, 3)}}
     assert pivot.rank_cells(cheap, "units")["b"] == "best"
+
+
+@pytest.mark.parametrize(
+    ("estimate", "digits", "said"),
+    [
+        ((8.04, 0.03252, 3), None, "8.040 ± 0.033"),
+        ((123.456, 7.0, 3), None, "123.5 ± 7.0"),
+        ((2.5e-6, 1e-7, 3), None, "2.5e-06 ± 1e-07"),
+        ((8.04, math.nan, 1), None, "8.04"),
+        ((0.5, 0.0123, 3), 2, "50.00 ± 1.23"),
+    ],
+)
+def test_a_deviation_has_the_decimals_of_its_mean(estimate, digits, said):
+    assert format_mean(estimate, 1 if digits is None else 100, digits) == said
 
 
 @pytest.mark.parametrize(
@@ -270,7 +328,7 @@ def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
     [
         (("algorithm", "dataset"), "two sets of runs share the cell ifca x digits"),
         (("algorithm", "algorithm.k"), "--pivot: no setting algorithm.k, of the columns"),
-        (("algorithm", "dataset", "--measure", "best"), "--measure best: unknown measure"),
+        (("algorithm", "dataset", "--measure", "nice"), "--measure nice: unknown measure"),
     ],
 )
 def test_a_pivot_that_cannot_be_is_refused(swept, asked, said):

@@ -20,12 +20,14 @@ import fedjax_cfl as cfl
 from fedjax_cfl.analysis import report
 from fedjax_cfl.analysis.plot import draw_curves
 from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import from_python, results, session
 from fedjax_cfl.runs.from_python import describe
 from fedjax_cfl.simulation.rows import count_concepts
 
 KEY = jax.random.key(5)
+UNSCALED = Scaling(np.zeros((1, 5), np.float32), np.ones((1, 5), np.float32))
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +183,7 @@ def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch
     ("given", "said"),
     [
         ({"settings": {"m": 2}}, "settings: are written to a run_dir"),
+        ({"scaling": UNSCALED}, "scaling: is kept in a run_dir"),
         ({"run_dir": "a", "on_row": lambda row, where: None}, "on_row: goes without run_dir"),
         ({"run_dir": "a", "settings": {"algorithm": 3}}, r"settings\['algorithm'\]=3"),
         ({"run_dir": "a", "settings": {"m": "x\ny"}}, r"settings\['m'\]"),

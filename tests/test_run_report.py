@@ -29,6 +29,7 @@ from fedjax_cfl.analysis.report import (
     format_estimate,
     hide_path,
     load_costs,
+    make_report,
     name_runs,
     read_run_tables,
     render,
@@ -204,6 +205,24 @@ def test_a_page_says_nothing_of_whose_it_is(tmp_path):
     (folder / ".hydra" / "config.yaml").write_text(settings)
     text = report([folder], tmp_path / "page.html").read_text()
     assert str(tmp_path) not in text and ".../my.npz" in text and ".../one" in text
+
+
+def test_legends_say_nothing_of_whose_it_is(runs, tmp_path):
+    """Lines of two files of one name in two folders are still two."""
+    for place, name in enumerate(("a/my", "b/my", "c/other")):
+        copy = Path(shutil.copytree(runs / "fedavg" / "0", tmp_path / str(place)))
+        summary = results.read_summary(copy)
+        summary["overrides"] = [f"dataset.source.path=/home/jane/{name}.npz"]
+        results.write_json(copy / "summary.json", summary)
+    found = make_report([tmp_path])
+    (legend,) = found.figures["costs"].legends
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == [
+        "fedavg path=.../my.npz (1)",
+        "fedavg path=.../my.npz (2)",
+        "fedavg path=.../other.npz",
+    ]
+    assert [group["label"] for group in found.groups] == labels
 
 
 def test_headings_tell_runs_apart():

@@ -4,6 +4,7 @@ import csv
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fedjax_cfl.cli.build import build, resolve_settings
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.load import SavedModels, check_scaling
 from fedjax_cfl.runs.results import read_clients
 
@@ -188,6 +190,18 @@ def test_a_run_predicts_as_it_was_tested(folder, fedjax_cfl, monkeypatch):
         found["classes"][run.predict("sites", pool.x[rows])], found["predicted"][rows]
     )
     assert "high" in out and "model" in out.splitlines()[2]
+
+
+def test_a_run_from_python_keeps_its_scaling(linear, local, toy, tmp_path):
+    data, scaling = standardize(toy.replace(x=1000 * toy.x), "pool")
+    method = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))
+    given = {"rounds": 1, "run_dir": tmp_path / "run", "verbose": False, "mesh": cfl.make_mesh(1)}
+    run = cfl.run(method, linear, data, jax.random.key(0), scaling=scaling, **given)
+    np.testing.assert_allclose(run.scale(1000 * np.asarray(toy.x)), data.x, rtol=1e-6)
+    np.testing.assert_array_equal(cfl.load_run(tmp_path / "run").final.scaling.mean, scaling.mean)
+    another = scaling._replace(mean=scaling.mean + 1)
+    with pytest.raises(InputError, match=r"made_of\.scaling"):
+        cfl.run(method, linear, data, jax.random.key(0), scaling=another, **given)
 
 
 def test_new_clients_are_scaled_by_their_own_training_samples(folder, fedjax_cfl, monkeypatch):

@@ -25,7 +25,7 @@ from fedjax_cfl.analysis.compare_outputs import (
     list_measures,
     print_table,
 )
-from fedjax_cfl.analysis.pivot import Pivot, make_pivot, write_pivot
+from fedjax_cfl.analysis.pivot import OF_TASK, Pivot, make_pivot, write_pivot
 from fedjax_cfl.analysis.plot import format_written, save_pictures
 from fedjax_cfl.analysis.relative import add_baseline
 from fedjax_cfl.analysis.statistics import list_differences
@@ -43,7 +43,7 @@ def compare(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best_accuracy",
+    measure: str = "best",
 ) -> list[dict[str, Any]]:
     """Prints the comparison and writes it into `out`: compare.csv, compare.md, the picture
     compare.png, .svg and .pdf, and differences.csv where sets share seeds; returns a dict per set
@@ -91,7 +91,7 @@ def compare_runs(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best_accuracy",
+    measure: str = "best",
 ) -> tuple[list[dict[str, Any]], Pivot | None]:
     """Returns a dict per set of runs, and the table of one setting by another, None: not asked for.
 
@@ -271,9 +271,10 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--measure",
-        default="best_accuracy",
+        default="best",
         metavar="NAME",
-        help=f"what --pivot shows (default: best_accuracy): {', '.join(MEASURES)}",
+        help="what --pivot shows (default: best); of each task its own score:"
+        f" {', '.join(OF_TASK)}; or {', '.join(MEASURES)}",
     )
     options = parse_arguments(parser, argv)
     pivot = tuple(options.pivot) if options.pivot else None

@@ -1,5 +1,6 @@
 """What a comparison shows: the table on the terminal, its numbers, and its picture."""
 
+import math
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -79,15 +80,27 @@ def format_number(value: float, factor: float, digits: int | None, sign: str = "
     return f"{factor * value:{sign},.{digits}f}" if digits is not None else f"{value:{sign}.4g}"
 
 
+def format_mean(
+    estimate: tuple[float, float, int], factor: float, digits: int | None, plus: str = " ± "
+) -> str:
+    """Returns a mean of (mean, sd, number of values) with its sd, to the same decimals: where
+    `digits` is None, those of four digits of the mean. One value has no sd.
+    """
+    mean, sd, values = estimate
+    if values > 1 and digits is None and 1e-4 <= abs(mean) < 1e4:
+        digits = 3 - math.floor(math.log10(abs(mean)))
+    shown = (mean, sd) if values > 1 else (mean,)
+    return plus.join(format_number(value, factor, digits) for value in shown)
+
+
 def format_cells(group: dict[str, Any], measures: list[str]) -> list[str]:
     """Returns a set of runs as one line of the table."""
     cells = [group["label"], str(group["runs"])]
     for name in measures:
         (mean, sd, count), (_, factor, digits) = group[name], MEASURES[name]
-        text = format_number(mean, factor, digits) if count else "-"
-        # of a number of tests only if it varies
-        if count > 1 and (sd or "evaluations" not in name):
-            text += f" ± {format_number(sd, factor, digits)}"
+        # a number of tests has an sd only if it varies
+        shown = mean, sd, count if sd or "evaluations" not in name else 1
+        text = format_mean(shown, factor, digits) if count else "-"
         # a mean over fewer runs than the row's would flatter the method
         cells.append(text + (f" ({count}/{group['runs']})" if 0 < count < group["runs"] else ""))
     return cells

@@ -11,6 +11,7 @@ from fedjax_cfl.analysis.compare_inputs import IDENTITY
 from fedjax_cfl.analysis.compare_outputs import (
     MEASURES,
     format_markdown,
+    format_mean,
     format_number,
     keep_known,
     print_table,
@@ -27,6 +28,8 @@ from fedjax_cfl.validation import flatten_settings
 NAMED = (*IDENTITY, "concept", "drift")
 # of these the smallest is best
 COSTS = ("rounds_to_target", "units", "sim_time_s", "wall_s")
+# measures that are each task's own: best is best_accuracy, of a regression best_rmse
+OF_TASK = ("best", "shared_best", "final", "last10_evals", "macro", "worst10")
 PLAIN, BEST, TIED = "plain", "best", "tied"
 LEGEND = "bold: the best of its column, and what seeds do not tell from it (paired 95 % interval)"
 
@@ -34,6 +37,7 @@ LEGEND = "bold: the best of its column, and what seeds do not tell from it (pair
 class Cell(NamedTuple):
     """A set of runs in the table."""
 
+    measure: str  # one of `MEASURES`
     mean: float  # of the measure, as in compare.csv
     sd: float
     values: int  # runs that have it
@@ -44,37 +48,48 @@ class Cell(NamedTuple):
 class Pivot(NamedTuple):
     """The table."""
 
-    measure: str
     rows: list[str]
     columns: list[str]
     cells: dict[tuple[str, str], Cell]  # by row and column
 
     def list_cells(self) -> list[dict[str, Any]]:
         """Returns a row per cell."""
-        named = {"measure": self.measure}
         return [
-            {"row": row, "column": column, **named, **cell._asdict()}
+            {"row": row, "column": column, **cell._asdict()}
             for (row, column), cell in self.cells.items()
         ]
 
+    def list_measures(self, name: str | None = None, axis: int = 1) -> list[str]:
+        """Returns the measures of the cells in column `name`, with an `axis` of 0 in that row,
+        None: in the table.
+        """
+        inside = [cell for place, cell in self.cells.items() if name in (None, place[axis])]
+        return list(dict.fromkeys(cell.measure for cell in inside))
+
+    def name_line(self, name: str, axis: int) -> str:
+        """Returns a row's or column's name, with what it shows where others show something else."""
+        own = self.list_measures(name, axis)
+        mixed = len(self.list_measures()) > 1
+        return f"{name}, {MEASURES[own[0]][0]}" if mixed and len(own) == 1 else name
+
 
 def make_pivot(
-    groups: list[dict[str, Any]], rows: str, columns: str, measure: str = "best_accuracy"
+    groups: list[dict[str, Any]], rows: str, columns: str, measure: str = "best"
 ) -> Pivot:
     """Returns the table of sets of runs (see `compare.reduce_set`).
 
     A cell is TIED if the 95 % bootstrap interval of its difference from the best of its column,
-    over the seeds that both have, holds 0; of few seeds such an interval is too narrow.
+    over the seeds that both have, holds 0; of few seeds such an interval is too narrow. A column of
+    several measures has no best.
     Args: `rows` and `columns` are names of settings, several joined by +, as
-    algorithm+algorithm.m; `measure` is one of `MEASURES`.
+    algorithm+algorithm.m; `measure` is one of `MEASURES`, or of `OF_TASK`.
     Raises InputError for a measure or setting that does not exist or that no run has, and where two
     sets of runs would share a cell.
     """
-    if measure not in MEASURES:
-        raise InputError(
-            f"--measure {measure}: unknown measure{suggest_options(measure, list(MEASURES))}"
-        )
-    if measure not in keep_known([measure], groups):
+    if measure not in (*OF_TASK, *MEASURES):
+        options = suggest_options(measure, [*OF_TASK, *MEASURES])
+        raise InputError(f"--measure {measure}: unknown measure{options}")
+    if measure not in (*OF_TASK, *keep_known([measure], groups)):
         name = score_of_set(groups[0]).name
         raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
     placed: dict[tuple[str, str], dict[str, Any]] = {}
@@ -93,11 +108,19 @@ def make_pivot(
     cells = {}
     for column in own_columns:
         inside = {row: placed[row, column] for row in own_rows if (row, column) in placed}
-        ranks = rank_cells(inside, measure)
+        shown = {row: _measure_of(group, measure) for row, group in inside.items()}
+        one = next(iter(shown.values()))
+        alike = set(shown.values()) == {one}
+        ranks = rank_cells(inside, one) if alike else dict.fromkeys(inside, PLAIN)
         for row, group in inside.items():
-            mean, sd, values = group[measure]
-            cells[row, column] = Cell(mean, sd, values, group["runs"], ranks[row])
-    return Pivot(measure, own_rows, own_columns, cells)
+            mean, sd, values = group[shown[row]]
+            cells[row, column] = Cell(shown[row], mean, sd, values, group["runs"], ranks[row])
+    return Pivot(own_rows, own_columns, cells)
+
+
+def _measure_of(group: dict[str, Any], measure: str) -> str:
+    """Returns the name of the `measure` that a set of runs shows."""
+    return f"{measure}_{score_of_set(group).name}" if measure in OF_TASK else measure
 
 
 def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
@@ -129,6 +152,8 @@ def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str
     known = {row: sign * group[measure][0] for row, group in inside.items() if group[measure][2]}
     if len(known) < 2:
         return dict.fromkeys(inside, PLAIN)
+    _, factor, digits = MEASURES[measure]
+    shown = {row: format_number(value, factor, digits) for row, value in known.items()}
     top = max(known.values())
     best = next(row for row in known if known[row] == top)
 
@@ -137,6 +162,8 @@ def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str
             return PLAIN
         if known[row] == top:
             return BEST
+        if shown[row] == shown[best]:  # no reader could tell why one is bold
+            return TIED
         one, other = ({pair_key(r): r for r in inside[name]["members"]} for name in (best, row))
         pairs = [(one[key].get(measure), other[key].get(measure)) for key in one if key in other]
         gap = bootstrap_mean([sign * (a - b) for a, b in pairs if a is not None and b is not None])
@@ -145,14 +172,12 @@ def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str
     return {row: rank(row) for row in inside}
 
 
-def format_cell(cell: Cell | None, measure: str, plus: str = " ± ") -> str:
-    """Returns a cell in the measure's units, - where no run has it."""
+def format_cell(cell: Cell | None, plus: str = " ± ") -> str:
+    """Returns a cell in the units of its measure, - where no run has it."""
     if cell is None or not cell.values:
         return "-"
-    _, factor, digits = MEASURES[measure]
-    text = format_number(cell.mean, factor, digits)
-    if cell.values > 1:
-        text += f"{plus}{format_number(cell.sd, factor, digits)}"
+    _, factor, digits = MEASURES[cell.measure]
+    text = format_mean((cell.mean, cell.sd, cell.values), factor, digits, plus)
     return text + (f" ({cell.values}/{cell.runs})" if cell.values < cell.runs else "")
 
 
@@ -162,13 +187,13 @@ def lay_out(
     """Returns the lines of the table, the first one the columns' names. `marks` has a format for
     each rank; `escape` makes texts from files harmless.
     """
-    lines = [["", *map(escape, pivot.columns)]]
+    lines = [["", *(escape(pivot.name_line(column, 1)) for column in pivot.columns)]]
     for row in pivot.rows:
         cells = [pivot.cells.get((row, column)) for column in pivot.columns]
-        shown = [format_cell(cell, pivot.measure, plus) for cell in cells]
+        shown = [format_cell(cell, plus) for cell in cells]
         ranks = [cell.rank if cell else PLAIN for cell in cells]
         marked = [marks[rank].format(text) for rank, text in zip(ranks, shown, strict=True)]
-        lines.append([escape(row), *marked])
+        lines.append([escape(pivot.name_line(row, 0)), *marked])
     return lines
 
 
@@ -176,7 +201,8 @@ def describe(pivot: Pivot) -> str:
     """Returns what the numbers are, in one line."""
     counts = sorted({cell.runs for cell in pivot.cells.values()})
     runs = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    return f"{MEASURES[pivot.measure][0]}, mean ± sample sd, {runs} runs a cell"
+    shown = " and ".join(MEASURES[measure][0] for measure in pivot.list_measures())
+    return f"{shown}, mean ± sample sd, {runs} runs a cell"
 
 
 def write_pivot(pivot: Pivot, out: Path) -> None:

@@ -9,6 +9,7 @@ import base64
 import hashlib
 import io
 import re
+from collections import Counter
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -101,7 +102,8 @@ def make_report(paths: Iterable[str | Path]) -> Found:
     """Returns what a page about the finished runs at or below `paths` shows."""
     runs = [load_costs(path) for path in follow(find_runs(list(paths)), "reading runs")]
     groups = [
-        compare.reduce_set(group) for group in compare.merge_seeds(compare.add_shared_best(runs))
+        compare.reduce_set(group)
+        for group in hide_paths(compare.merge_seeds(compare.add_shared_best(runs)))
     ]
     runs = [run for group in groups for run in group["members"]]
     few = [group["members"][0] for group in groups][:MAX_PICTURED]
@@ -184,6 +186,20 @@ def hide_path(value: Any) -> str:
     not know whose it is.
     """
     return escape_text(ABSOLUTE.sub(".../", str(value)))
+
+
+def hide_paths(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns sets of runs whose names, which pictures show, too, have no folders of absolute
+    paths; names that differ in nothing else get numbers.
+    """
+    names = dict.fromkeys(group[part] for part in ("label", "method") for group in groups)
+    short = {name: ABSOLUTE.sub(".../", name) for name in names}
+    counts = Counter(short.values())
+    shown = {
+        name: text if counts[text] == 1 else f"{text} ({number})"
+        for number, (name, text) in enumerate(short.items(), 1)
+    }
+    return [group | {part: shown[group[part]] for part in ("label", "method")} for group in groups]
 
 
 def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]:

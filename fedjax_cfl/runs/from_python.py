@@ -49,6 +49,8 @@ def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> 
             )
     parts = describe({"task": setup.task, "algorithm": setup.algorithm}, "made_of")
     parts |= describe(setup.drift, "made_of.drift")
+    if setup.scaling is not None:
+        parts |= describe(setup.scaling, "made_of.scaling")
     digest = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
     module = find_module(setup.task)
     names = {

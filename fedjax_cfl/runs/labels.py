@@ -53,16 +53,18 @@ def is_execution(name: str) -> bool:
 
 
 def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """Returns what ran: the `names` of the chosen options, with a part whose
-    `_target_` the command line gave named by that, as my_file.MyModel.
+    """Returns what ran: the `names` of the chosen options, with a part that the command line gave
+    a name, as dataset.name=sensors, called that, and one whose `_target_` it gave, as
+    my_file.MyModel.
     """
     given = parse_overrides(overrides)
-    targets = {
+    called = {
         part: given[setting].strip("'\"")
-        for part, setting in TARGET_SETTINGS.items()
-        if part in names and given.get(setting)
+        for part in names
+        for setting in (TARGET_SETTINGS.get(part), f"{part}.name")  # of both the name counts
+        if setting and given.get(setting)
     }
-    return {**names, **targets}
+    return {**names, **called}
 
 
 def find_version(package: str) -> str | None:
