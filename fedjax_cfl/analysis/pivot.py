@@ -82,7 +82,8 @@ def make_pivot(
     over the seeds that both have, holds 0; of few seeds such an interval is too narrow. A column of
     several measures has no best.
     Args: `rows` and `columns` are names of settings, several joined by +, as
-    algorithm+algorithm.m; `measure` is one of `MEASURES`, or of `OF_TASK`.
+    algorithm+algorithm.m, where a set of runs without one goes by the others; `measure` is one of
+    `MEASURES`, or of `OF_TASK`.
     Raises InputError for a measure or setting that does not exist or that no run has, and where two
     sets of runs would share a cell.
     """
@@ -92,9 +93,13 @@ def make_pivot(
     if measure not in (*OF_TASK, *keep_known([measure], groups)):
         name = score_of_set(groups[0]).name
         raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
+    asked = {*rows.split("+"), *columns.split("+")}
+    settings = [_read_settings(group["members"][0], asked) for group in groups]
+    for axis, names in (("rows", rows), ("columns", columns)):
+        check_names(settings, names, axis)
     placed: dict[tuple[str, str], dict[str, Any]] = {}
-    for group in groups:
-        place = (_name_place(group, rows, "rows"), _name_place(group, columns, "columns"))
+    for group, own in zip(groups, settings, strict=True):
+        place = (_name_place(own, rows), _name_place(own, columns))
         if place in placed:
             raise InputError(
                 f"--pivot {rows} {columns}: two sets of runs share the cell {place[0]} x"
@@ -123,22 +128,32 @@ def _measure_of(group: dict[str, Any], measure: str) -> str:
     return f"{measure}_{score_of_set(group).name}" if measure in OF_TASK else measure
 
 
-def _name_place(group: dict[str, Any], names: str, axis: str) -> str:
-    """Returns the row or column of a set of runs, by the settings `names`."""
-    found = []
+def _read_settings(run: dict[str, Any], asked: set[str]) -> dict[str, Any]:
+    """Returns the settings of a run by name, all that it has of those `asked` for among them."""
+    named = {name: run.get(name) for name in NAMED}
+    if asked <= named.keys():
+        return named
+    return {**dict(flatten_settings(read_settings(run["run_dir"]))), **run["overrides"], **named}
+
+
+def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
+    """Raises InputError for one of the settings `names` that no run has."""
     for name in names.split("+"):
-        run = group["members"][0]
-        if name in NAMED:
-            found.append(str(run.get(name)))
-            continue
-        settings = {**dict(flatten_settings(read_settings(run["run_dir"]))), **run["overrides"]}
-        if name not in settings:
+        if not any(name in own for own in settings):
             raise InputError(
-                f"--pivot: no setting {name}, of the {axis}, in {run['run_dir']};"
-                f" {', '.join(NAMED)}, or one of .hydra/config.yaml, as algorithm.m"
+                f"--pivot: no setting {name}, of the {axis}, in any run; {', '.join(NAMED)},"
+                " or one of .hydra/config.yaml, as algorithm.m"
             )
-        found.append(f"{name.rpartition('.')[2]}={settings[name]}")
-    return ", ".join(found)
+
+
+def _name_place(settings: dict[str, Any], names: str) -> str:
+    """Returns the row or column of a set of runs, by those of the settings `names` that it has."""
+    found = [
+        f"{settings[name]}" if name in NAMED else f"{name.rpartition('.')[2]}={settings[name]}"
+        for name in names.split("+")
+        if name in settings
+    ]
+    return ", ".join(found) or "-"
 
 
 def is_high_best(measure: str) -> bool:
