@@ -108,11 +108,12 @@ def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
 
 
 def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
-    status, _, error = fedjax_cfl(
+    status, out, error = fedjax_cfl(
         "algorithm=fedavg,fedsgd seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 model=mclr"
         " devices=1 run_dir=sweep -m"
     )
     assert status == 0 and error == ""
+    assert out.endswith("all runs in one table: fedjax-cfl compare sweep\n")
     runs = [
         json.loads((tmp_path / "sweep" / str(number) / "summary.json").read_text())
         for number in range(4)

@@ -243,8 +243,10 @@ def test_comparisons_know_that_lower_is_better(folder, tmp_path, monkeypatch):
     )
     assert "best RMSE" in (tmp_path / "compare.md").read_text()
     one_line("target", cfl.compare, folder, target=-1.0)
-    pivot = cfl.compare(folder, pivot=PIVOT, measure="best_rmse").pivot
-    one_line("none of these runs has it; use best_rmse", cfl.compare, folder, pivot=PIVOT)
+    pivot = cfl.compare(folder, pivot=PIVOT).pivot  # the best of its own score
+    assert set(pivot["measure"]) == {"best_rmse"}
+    wrong = {"pivot": PIVOT, "measure": "best_accuracy"}
+    one_line("none of these runs has it; use best_rmse", cfl.compare, folder, **wrong)
     ranks = dict(zip(pivot["row"], pivot["rank"], strict=True))
     assert ranks == {"ifca": "best", "fedavg": "plain"}
 

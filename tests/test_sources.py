@@ -142,7 +142,8 @@ def test_labels_from_one_on_are_taken_with_a_number_of_classes(tmp_path):
 
 
 def test_few_samples_name_the_remedy():
-    with pytest.raises(InputError, match=r"at most 4 clients .*lower dataset\.clients"):
+    remedy = r"at most 4 clients .*lower dataset\.clients.*name their column"
+    with pytest.raises(InputError, match=remedy):
         partition.auto(Pool(X, Y, 3), clients=100, alpha=0.5, min_samples=1)
 
 

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import io
 import os
+import shlex
 import sys
 import textwrap
 import traceback
@@ -82,6 +83,7 @@ def run_arguments(arguments: list[str]) -> int:
         return 0
     given, flags = parse_flags(arguments)
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
+    sweep = None
     if any(getattr(given, flag) for flag in INFO_FLAGS):
         sys.argv[1:] = flags + given.overrides
     else:
@@ -92,14 +94,17 @@ def run_arguments(arguments: list[str]) -> int:
         from fedjax_cfl.cli.sweep import write_index
 
         request = precheck(given, asked, choices)
-        if request.sweep:
-            write_index(request.sweep.folder, request.sweep.points)
+        sweep = request.sweep
+        if sweep:
+            write_index(sweep.folder, sweep.points)
         if not flags and not own:
             run_composed(request.config)
             return 0
         sys.argv[1:] = flags + request.overrides
     with wrap_help() if given.help else contextlib.nullcontext():
         run_hydra([] if given.multirun else own)
+    if sweep:
+        print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(sweep.folder))}")
     return 0
 
 

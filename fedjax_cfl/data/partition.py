@@ -30,6 +30,7 @@ from fedjax_cfl.validation import (
     PositiveFloat,
     PositiveInt,
     Seed,
+    check_arguments,
     check_value,
 )
 
@@ -75,10 +76,18 @@ def auto(
 
     Args: as those of `dirichlet`; with natural owners only `seed` and `test_fraction` count.
     """
+    check_arguments(auto, locals(), "partition")
     if pool.client is not None:
         return by_user(pool, seed=seed, test_fraction=test_fraction)
     common = {"clients": clients, "seed": seed, "test_fraction": test_fraction}
-    return dirichlet(pool, alpha=alpha, min_samples=min_samples, **common)
+    try:
+        return dirichlet(pool, alpha=alpha, min_samples=min_samples, **common)
+    except InputError as error:
+        # who forgot to name them would look for the cause in numbers that they never set
+        raise InputError(
+            f"{error}. The data name no clients, so samples are dealt; if they have some, name"
+            " their column, as dataset.source.client=user, or give an array client"
+        ) from None
 
 
 def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
