@@ -87,14 +87,13 @@ def collect_records(table: dict, found: dict[tuple[str, str], list[Path]]) -> li
             cells, *others = keep_shared_seeds([found.get((owner, name), []) for owner in owners])
             measure = cell_measure(table, row, column)
             if measure in RELATIVE:
-                owner, base = (
-                    owners[0],
-                    table["rows"][owners[0]].get("baseline", table.get("baseline")),
-                )
-                measured = measure_beside(numbers, cells, found.get((owner, base), []))
+                base = table["rows"][owners[0]].get("baseline", table.get("baseline"))
+                measured = measure_beside(numbers, cells, found.get((owners[0], base), []))
             else:
                 of_rows = zip(cells, *others, strict=True)
-                measured = [average_rows(map(numbers.get, some), measure) for some in of_rows]
+                measured = [
+                    average_rows([numbers[folder] for folder in some], measure) for some in of_rows
+                ]
             values = _values(table, measure, (one[measure] for one in measured))
             record = {
                 "row": row,
@@ -120,7 +119,7 @@ def keep_shared_seeds(cells: list[list[Path]]) -> list[list[Path]]:
     return [[folder for folder in some if folder.name in shared] for some in cells]
 
 
-def average_rows(runs: Iterable[dict], measure: str) -> dict:
+def average_rows(runs: Sequence[dict], measure: str) -> dict:
     """Returns the first run's measures, with the mean of all in `measure`; of one run its own."""
     first, *others = runs
     values = [run[measure] for run in (first, *others)]
