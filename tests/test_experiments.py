@@ -49,9 +49,8 @@ def test_experiments_are_whole(name):
     node = cells.load_table(name)
     for entry in node["rows"].values():
         if "runs" in entry:  # of a row that has its own
-            assert (
-                set(entry) <= {"runs", "measure", "title", "published"}
-                and "overrides" in node["rows"][entry["runs"]]
+            assert set(entry) <= {"runs", "measure", "title", "published"} and all(
+                "overrides" in node["rows"][row] for row in np.atleast_1d(entry["runs"])
             )
         known = [*node.get("columns", {}), *node.get("measures", {})]
         assert set(entry.get("published", {})) | set(entry.get("columns", [])) <= set(known)

@@ -216,6 +216,29 @@ PRINTED: dict[str, Sequence[Printed | str]] = {
         Printed(rows={"MNIST-MCLR, after": None, "MNIST-MLP, after": None}),
     ],
     "flexcfl_table4": [Printed(), "sentences"],
+    "flux_table": [
+        Printed(
+            columns={
+                "mean of the four": "Fashion-L8",
+                "turned and coloured": "Fashion-L8-x",
+                "few classes": "Fashion-L8-y",
+                "renamed": "Fashion-L8-y_given_x",
+                "some classes turned": "Fashion-L8-x_given_y",
+            },
+            across=True,
+        )
+    ],
+    "clove_table": [
+        Printed(
+            columns={
+                "exp203: accuracy": "MNIST-exp203",
+                "exp301: accuracy": "MNIST-exp301",
+                "exp111: accuracy": "MNIST-exp111",
+                "index": ["MNIST-exp203-ari", "MNIST-exp301-ari", "MNIST-exp111-ari"],
+            },
+            across=True,
+        )
+    ],
     "md_icfl_figs": [],
     "md_icfl_search": [
         *["shorter runs, one by one"] * 3,

@@ -1,10 +1,10 @@
-"""Partitions with true groups of clients: the constructions of MD-ICFL and IFCA.
+"""Partitions with true groups of clients: the constructions of MD-ICFL, IFCA and CLoVE.
 
 MD-ICFL: "Communication-efficient clustered federated learning via model distance", Machine
 Learning 2024. IFCA: Ghosh et al., "An Efficient Framework for Clustered Federated Learning",
-NeurIPS 2020, https://arxiv.org/abs/2006.04088. A group differs from the others by the
-turn and the label map of its samples (see `transform`), or by their source. K clients, N
-holdings, C classes.
+NeurIPS 2020, https://arxiv.org/abs/2006.04088. CLoVE: Bhatia et al., ICML 2026. A group differs
+from the others by the turn and the label map of its samples (see `transform`), by their source, or
+by its classes. K clients, N holdings, C classes, G groups.
 """
 
 import re
@@ -17,7 +17,16 @@ from fedjax_cfl.data import dealing
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import COUNT, BelowOne, Count, PositiveFloat, PositiveInt, Rule, Seed
+from fedjax_cfl.validation import (
+    COUNT,
+    BelowOne,
+    Count,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Seed,
+    whole,
+)
 
 
 def _read_size(given: int | str) -> tuple[Any, bool]:
@@ -34,6 +43,88 @@ GroupSize = Annotated[
         lambda value: COUNT.holds(_read_size(value)[0]),
     ),
 ]
+
+CLASS = whole(0)
+CLASSES = Rule(
+    "a list of lists of classes, one for each group, as [[0,1],[2,3]]",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(own, list | tuple) and len(own) > 0 for own in value)
+        and all(all(map(CLASS.holds, own)) for own in value)
+    ),
+)
+Classes = Annotated[Sequence[Sequence[int]], CLASSES]
+EVEN, STEP = 0.1, 0.05  # of a class, dealt evenly beside the Dirichlet shares; more, step by step
+
+
+def class_groups(
+    pool: Pool,
+    *,
+    clients: Count,
+    classes: Classes,
+    samples_per_client: Count,
+    others: BelowOne = 0.0,
+    alpha: PositiveFloat | None = None,
+    seed: Seed = 0,
+    test_fraction: BelowOne = 0.1,
+) -> Partition:
+    """Deals each class to the groups of clients that have it, and the samples of a group at random
+    to its clients: the label skews of CLoVE.
+
+    Args: client k is in group k mod G; `classes` are those of each group; `samples_per_client`,
+    train and test together; the share `others` of a class goes evenly to the groups that do not
+    have it; `alpha`: the rest goes to those that have it in Dirichlet shares, but for a tenth, or
+    as much as must be for every group to have enough, which is dealt evenly, None: all of it. A
+    class that no group has is left out; the others are those of all partitions. Raises InputError
+    for classes that the data do not have, and for groups that have too few samples.
+    """
+    rng = dealing.check_partition(class_groups, locals())
+    highest = max(map(max, classes))
+    dealing.check_range("classes", highest, 0, pool.num_classes - 1)
+    concept = np.arange(clients, dtype=np.int32) % len(classes)
+    members = np.bincount(concept, minlength=len(classes))
+    has = np.zeros((len(classes), pool.num_classes), bool)
+    for row, own in zip(has, classes, strict=True):
+        row[list(own)] = True
+    samples = dealing.by_class(pool)
+    counts, even = np.array([len(part) for part in samples]), EVEN if alpha else 1.0
+    while True:
+        shares = _share_classes(rng, has, others, alpha, even)
+        if even >= 1 or (shares @ counts >= members * samples_per_client + len(counts)).all():
+            break
+        even += STEP
+    cuts = np.round(np.cumsum(shares, axis=0) * counts).astype(int)  # [G, C]
+    pieces = [
+        np.split(rng.permutation(part), cut)[:-1] for part, cut in zip(samples, cuts.T, strict=True)
+    ]
+    held: list[np.ndarray] = [np.zeros(0, int)] * clients
+    for group, parts in enumerate(zip(*pieces, strict=True)):
+        own = np.flatnonzero(concept == group)
+        dealt = np.array_split(rng.permutation(np.concatenate(parts)), max(1, len(own)))
+        for k, part in zip(own, dealt, strict=False):
+            held[k] = part
+    held = dealing.draw_samples(rng, held, samples_per_client)
+    return dealing.split_train_test(held, rng, test_fraction)._replace(concept=concept)
+
+
+def _share_classes(
+    rng: np.random.RandomState, has: np.ndarray, others: float, alpha: float | None, even: float
+) -> np.ndarray:
+    """Returns what part of each class goes to each group [G, C]: of those that have it [G, C] in
+    Dirichlet shares, but for a part `even`; of the others `others` in all.
+    """
+    shares = np.zeros(has.shape)
+    for share, own in zip(shares.T, has.T, strict=True):
+        if not own.any():
+            continue
+        rest = others if not own.all() else 0.0
+        share[own] = even / own.sum()
+        if even < 1:
+            share[own] += (1 - even) * rng.dirichlet(np.full(own.sum(), alpha))
+        share *= 1 - rest
+        share[~own] = rest / max(1, (~own).sum())
+    return shares
 
 
 def rotated_groups(

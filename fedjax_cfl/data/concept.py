@@ -21,12 +21,12 @@ __all__ = ["exchange_pairs", "permute_labels", "rotate"]
 TEN = 10  # clients are parted by the last digit of their number
 CLASS = whole(0)
 PAIRS = Rule(
-    f"a list of 1 to {TEN} pairs of two classes, as [[1,2],[3,4]]",
+    f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
     lambda value: (
         isinstance(value, list | tuple)
         and 1 <= len(value) <= TEN
-        and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in value)
-        and all(all(map(CLASS.holds, pair)) and pair[0] != pair[1] for pair in value)
+        and all(isinstance(pair, list | tuple) and len(pair) in (2, 4, 6, 8) for pair in value)
+        and all(all(map(CLASS.holds, pair)) and len({*pair}) == len(pair) for pair in value)
     ),
 )
 Pairs = Annotated[Sequence[Sequence[int]], PAIRS]
@@ -106,29 +106,32 @@ def exchange_pairs(
     num_classes: int,
     *,
     pairs: Pairs = ((1, 2), (3, 4), (5, 6)),
+    even: bool = False,
     stages: PositiveInt = 1,
 ) -> ConceptArrays:
-    """Exchanges two classes of each client, those of the pair of its part, see `find_part`; of
-    several stages not in the first, where all are in group 0 (FedCCFA,
-    https://arxiv.org/abs/2410.18478).
+    """Exchanges classes of each client two by two, those of its part; of several stages not in the
+    first, where all are in group 0 (FedCCFA, https://arxiv.org/abs/2410.18478).
 
     Args: `y` [N] are the labels, `owner` [N] the client of each; `clients` is K, or T K in
-    T `stages`; `num_classes` is C; `pairs` are at most 10. `x` is returned as it is. Raises
-    InputError for pairs that are no two classes of the data.
+    T `stages`; `num_classes` is C; `pairs` has at most 10 lists of 2, 4, 6 or 8 classes, the first
+    two of which are exchanged, and so on; the part of client k is k mod their number if `even`,
+    else as `find_part` says. `x` is returned as it is. Raises InputError for classes that the data
+    do not have.
     """
     check_classes(num_classes, "concept=exchange_pairs", "use concept=none")
     check_value("concept.pairs", pairs, PAIRS)
-    table = np.array(pairs)
-    if table.max() >= num_classes:
+    highest = max(map(max, pairs))
+    if highest >= num_classes:
         raise InputError(
-            f"concept.pairs={pairs}: class {table.max()}; the data have {num_classes}, from 0 on"
+            f"concept.pairs={pairs}: class {highest}; the data have {num_classes}, from 0 on"
         )
     client = np.arange(clients) % (clients // stages)
     later = np.arange(clients) >= (clients // stages if stages > 1 else 0)
-    concept = np.where(later, find_part(client, len(pairs)) + (stages > 1), 0).astype(np.int32)
+    part = client % len(pairs) if even else find_part(client, len(pairs))
+    concept = np.where(later, part + (stages > 1), 0).astype(np.int32)
     maps = np.tile(np.arange(num_classes), (len(pairs) + (stages > 1), 1))
-    for own, pair in zip(maps[-len(pairs) :], table, strict=True):
-        own[pair] = pair[::-1]
+    for own, classes in zip(maps[-len(pairs) :], pairs, strict=True):
+        own[list(classes)] = np.reshape(classes, (-1, 2))[:, ::-1].ravel()
     return x, maps[concept[owner], y].astype(y.dtype), concept
 
 

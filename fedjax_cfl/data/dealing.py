@@ -92,6 +92,19 @@ def split_train_test(
     return join_clients([train for train, _ in parts], [test for _, test in parts])
 
 
+def draw_samples(rng: RandomState, held: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
+    """Returns `count` samples of each client, drawn of those it would have. Raises InputError for a
+    client that has fewer.
+    """
+    least = min(map(len, held))
+    if count > least:
+        raise InputError(
+            f"partition.samples_per_client={count}: a client would have {least}; lower it or"
+            " partition.clients"
+        )
+    return [rng.permutation(part)[:count] for part in held]
+
+
 def join_clients(train: Sequence[np.ndarray], test: Sequence[np.ndarray]) -> Partition:
     """Joins the samples of each client, first all training samples, then all test samples."""
     parts = [*train, *test]

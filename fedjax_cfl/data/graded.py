@@ -38,7 +38,8 @@ def graded(
     """Changes what clients see, by level 1 .. 8 of a shift. Clients that see the same form a group.
 
     x: images turned by one of 2 to 5 angles, evenly over a circle, and from level 5 on in one of
-    three colours, for which grey images get three channels; groups of equal sizes. y_given_x:
+    three colours, for which grey images get three channels; groups of equal sizes, or, where there
+    are more patterns than clients, each client draws one. y_given_x:
     `level` classes, the same of all clients, renamed among themselves by a permutation of each
     client's own. x_given_y: images of `level` classes turned, of each class by 0, 90, 180 or 270
     degrees of each client's own.
@@ -53,7 +54,10 @@ def graded(
         check_square(x, f"concept=graded concept.shift={shift}")
     if shift == "x":
         patterns = int(np.prod(PATTERNS[level - 1]))
-        return paint(x, y, owner, draw_concepts(clients, patterns, True, seed), level)
+        if patterns <= clients:
+            return paint(x, y, owner, draw_concepts(clients, patterns, True, seed), level)
+        drawn = np.random.RandomState(seed).randint(patterns, size=clients).astype(np.int32)
+        return paint(x, y, owner, drawn, level)
     check_classes(num_classes, "concept=graded", "use concept=none")
     if level > num_classes:
         raise InputError(f"concept.level={level}: the data have {num_classes} classes")
@@ -121,15 +125,17 @@ def class_subsets(
     clients: Count,
     level: PositiveInt = 4,
     subsets: PositiveInt = 5,
+    samples_per_client: Count | None = None,
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,
 ) -> Partition:
     """Deals each class evenly to the clients that keep it (shift of P(y), FLUX): of 10 classes
     those of level 1 .. 8 keep 10, 9, ... 3, one of `subsets` random sets. No sample is drawn twice.
 
-    Args: `clients` is K; `level` is 1 .. 8; client k has set k mod `subsets`, its true group; the
+    Args: `clients` is K; `level` is 1 .. 8; client k has set k mod `subsets`, its true group;
+    `samples_per_client`, train and test together, are drawn of what each would have, None: all; the
     others are those of all partitions. A class that no set has is left out. Raises InputError for a
-    class that more clients keep than it has samples.
+    class that more clients keep than it has samples, and a client that has too few.
     """
     rng = dealing.check_partition(class_subsets, locals())
     check_value("partition.level", level, whole(1, LEVELS))
@@ -151,5 +157,7 @@ def class_subsets(
             for k, part in zip(keepers, shares, strict=True):
                 parts[k].append(part)
     held = [np.concatenate(part) for part in parts]
+    if samples_per_client is not None:
+        held = dealing.draw_samples(rng, held, samples_per_client)
     dealt = dealing.split_train_test(held, rng, test_fraction)
     return dealt._replace(concept=concept.astype(np.int32))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fedjax_cfl.data import dealing
-from fedjax_cfl.data.by_group import ifca_rotations, rotated_groups, source_groups
+from fedjax_cfl.data.by_group import class_groups, ifca_rotations, rotated_groups, source_groups
 from fedjax_cfl.data.partition_file import from_file
 from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
@@ -35,9 +35,9 @@ from fedjax_cfl.validation import (
 )
 
 __all__ = [
-    "auto", "by_user", "dirichlet", "dirichlet_per_client", "ditto", "femnist_power_law",
-    "from_file", "ifca_rotations", "iid", "power_law", "quantity_skew", "rotated_groups", "shards",
-    "source_groups",
+    "auto", "by_user", "class_groups", "dirichlet", "dirichlet_per_client", "ditto",
+    "femnist_power_law", "from_file", "ifca_rotations", "iid", "power_law", "quantity_skew",
+    "rotated_groups", "shards", "source_groups",
 ]  # fmt: skip
 
 MAX_REDRAWS = 1000  # redraws of a random split before giving up

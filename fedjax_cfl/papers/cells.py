@@ -62,18 +62,19 @@ def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> li
     ]
 
 
-def source_row(table: dict, row: str) -> str:
-    """Returns the row whose runs a row shows: its own, or those of the row it names, of
-    which it shows another measure.
+def source_rows(table: dict, row: str) -> list[str]:
+    """Returns the rows whose runs a row shows: its own, those of the row it names, of which it
+    shows another measure, or those of several rows, of which it shows the mean.
     """
-    return table["rows"][row].get("runs", row)
+    named = table["rows"][row].get("runs", row)
+    return named if isinstance(named, list) else [named]
 
 
 def row_columns(table: dict, row: str) -> list[str]:
     """Returns the columns a row has: those it lists, or has published numbers for, or
     all; measures are columns, too.
     """
-    entry = table["rows"][source_row(table, row)]
+    entry = table["rows"][source_rows(table, row)[0]]
     return entry.get("columns") or list(
         table.get("measures") or entry.get("published") or table["columns"]
     )
@@ -98,7 +99,7 @@ def make_cells(
     `load_table`; `out` is the folder of all cells; `rows` and `columns` are names in the table,
     columns of None: all; `extra` are further overrides of every cell.
     """
-    owners = list(dict.fromkeys(source_row(table, row) for row in rows))
+    owners = list(dict.fromkeys(owner for row in rows for owner in source_rows(table, row)))
     seeds = list(seeds)
     for seed in seeds[:1] if "tune" in table else seeds:
         for row in owners:

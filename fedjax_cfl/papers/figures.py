@@ -27,7 +27,7 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.analysis.plot_costs import average_runs, draw_band, line_styles
 from fedjax_cfl.formatting import escape_plot
-from fedjax_cfl.papers.cells import row_columns, source_row
+from fedjax_cfl.papers.cells import row_columns, source_rows
 from fedjax_cfl.papers.report import (
     cell_measure,
     completed_rows,
@@ -216,7 +216,7 @@ def choose_across(table: dict, rows: list[str], panels: int, by_row: bool) -> in
     """Returns how many panels stand side by side: short lists stay in one line, long
     ones are folded; the measures of the same runs stand side by side, or in whole lines.
     """
-    owners = [source_row(table, row) for row in rows]
+    owners = [source_rows(table, row) for row in rows]
     together = max(map(owners.count, owners)) if by_row else 1
     if together > 4:
         together = next((line for line in (4, 3, 5) if together % line == 0), together)

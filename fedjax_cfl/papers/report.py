@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.formatting import escape_markdown, escape_markup
-from fedjax_cfl.papers.cells import row_columns, source_row
+from fedjax_cfl.papers.cells import row_columns, source_rows
 from fedjax_cfl.runs.results import compute_measures, read_metrics, write_csv, write_text
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
@@ -79,17 +79,21 @@ def collect_records(table: dict, found: dict[tuple[str, str], list[Path]]) -> li
     defaults = {folder: read_default_rounds(folder) or 0 for folder in folders}
     records = []
     for row, entry in table["rows"].items():
-        owner = source_row(table, row)
-        own = [folder for (ran, _), some in found.items() if ran == owner for folder in some]
+        owners = source_rows(table, row)
+        own = [folder for (ran, _), some in found.items() if ran in owners for folder in some]
         window = shared_rounds(numbers[folder]["rows"] for folder in own)
         for column in row_columns(table, row):
-            cells = found.get((owner, "" if "measures" in table else column), [])
+            name = "" if "measures" in table else column
+            cells, *others = keep_shared_seeds([found.get((owner, name), []) for owner in owners])
             measure = cell_measure(table, row, column)
             if measure in RELATIVE:
-                base = table["rows"][owner].get("baseline", table.get("baseline"))
-                measured = measure_beside(numbers, cells, found.get((owner, base), []))
+                base = table["rows"][owners[0]].get("baseline", table.get("baseline"))
+                measured = measure_beside(numbers, cells, found.get((owners[0], base), []))
             else:
-                measured = [numbers[folder] for folder in cells]
+                of_rows = zip(cells, *others, strict=True)
+                measured = [
+                    average_rows([numbers[folder] for folder in some], measure) for some in of_rows
+                ]
             values = _values(table, measure, (one[measure] for one in measured))
             record = {
                 "row": row,
@@ -105,6 +109,21 @@ def collect_records(table: dict, found: dict[tuple[str, str], list[Path]]) -> li
             is_best = measure == "best_accuracy"
             records.append(record | (_shared_best(table, measured, window) if is_best else {}))
     return records
+
+
+def keep_shared_seeds(cells: list[list[Path]]) -> list[list[Path]]:
+    """Returns of the runs of several rows those of seeds that all rows have."""
+    if len(cells) == 1:
+        return cells
+    shared = set.intersection(*({folder.name for folder in some} for some in cells))
+    return [[folder for folder in some if folder.name in shared] for some in cells]
+
+
+def average_rows(runs: Sequence[dict], measure: str) -> dict:
+    """Returns the first run's measures, with the mean of all in `measure`; of one run its own."""
+    first, *others = runs
+    values = [run[measure] for run in (first, *others)]
+    return first | {measure: None if None in values else statistics.fmean(values)}
 
 
 def _values(table: dict, measure: str, values: Iterable[float | None]) -> list[float]:
@@ -168,7 +187,7 @@ def format_finished_cell(table: dict, row: str, folders: Sequence[Path]) -> str:
         sharing = [
             cell_measure(table, other, "")
             for other in table["rows"]
-            if source_row(table, other) == row
+            if source_rows(table, other) == [row]
         ]
         shown = {name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]}
     texts = []
@@ -216,7 +235,7 @@ def rounds_note(table: dict, records: list[dict]) -> list[str]:
         if (
             record["runs"]
             and record["rounds"] != record["of_rounds"]
-            and source_row(table, record["row"]) == record["row"]
+            and source_rows(table, record["row"]) == [record["row"]]
         ):
             lines.setdefault((record["row"], record["rounds"], record["of_rounds"]), []).append(
                 record["column"]

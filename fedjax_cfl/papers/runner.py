@@ -5,8 +5,9 @@ A table is papers/tables/TABLE.yaml: rows and columns of overrides, and the publ
 numbers; what all its runs share is conf/experiment/TABLE.yaml. Every cell is an ordinary
 run in its own process and directory, so an interrupted reproduction continues with the
 cells that are not finished. A row may be another measure of the runs of a row above it:
-`runs: ROW, measure: NAME` in place of overrides. A figure of another table's runs names
-it, `experiment: TABLE`, and takes up what that has run.
+`runs: ROW, measure: NAME` in place of overrides; with `runs: [ROW, ROW, ...]` it shows the mean
+of these rows. A figure of another table's runs names it, `experiment: TABLE`, and takes up what
+that has run.
 """
 
 import argparse
