@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
+from jax import core, lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -15,7 +15,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import no_faults
+from fedjax_cfl.system.reports import make_report, no_faults
 from fedjax_cfl.tree import one_hot, take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Report, State, Task
 
@@ -110,11 +110,19 @@ def join_or_found(
             assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
             return assignment, active, points, report
 
-        shapes = jax.eval_shape(take_in)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes[3])
-        nothing = nothing.replace(fault_counts=no_faults())
-        stay = state.assignment, state.active, memory.points, nothing
-        assignment, active, points, report = lax.cond(jnp.any(waiting), take_in, lambda: stay)
+        def stay():
+            shapes = jax.eval_shape(take_in)[3]
+            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            nothing = nothing.replace(fault_counts=no_faults())
+            return state.assignment, state.active, memory.points, nothing
+
+        some = jnp.any(waiting)
+        if isinstance(some, core.Tracer):
+            assignment, active, points, report = lax.cond(some, take_in, stay)
+        elif some:  # the debug executor sees numbers, and cannot be traced for shapes
+            assignment, active, points, report = take_in()
+        else:
+            return state, make_report()
         memory = memory.replace(points=points, known=memory.known | waiting)
         return state.replace(assignment=assignment, active=active, memory=memory), report
 
