@@ -38,7 +38,9 @@ SHORTER = {
 def source(toy_pool, tmp_path_factory) -> Path:
     """The toy data as a file."""
     path, split = tmp_path_factory.mktemp("toy") / "toy.npz", toy_pool.test.astype(int)
-    np.savez(path, x=toy_pool.x, y=toy_pool.y, client=toy_pool.client, split=split)
+    known = np.arange(toy_pool.client.max() + 1) % 2  # true groups, for known_groups
+    held = {"client": toy_pool.client, "split": split, "concept": known}
+    np.savez(path, x=toy_pool.x, y=toy_pool.y, **held)
     return path
 
 
