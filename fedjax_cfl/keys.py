@@ -81,13 +81,13 @@ def permute(
     x = jnp.minimum(jnp.asarray(place).astype(jnp.uint32), n - 1)
     x = jnp.broadcast_to(x, jnp.broadcast_shapes(x.shape, begin.shape))
 
-    def turn(number: ArrayLike, x: jax.Array) -> jax.Array:
+    def swap(number: ArrayLike, x: jax.Array) -> jax.Array:
         return swap_or_not(number, x, words, begin, n)
 
     if rolled:
-        return lax.fori_loop(0, ROUNDS, turn, x).astype(jnp.int32)
+        return lax.fori_loop(0, ROUNDS, swap, x).astype(jnp.int32)
     for number in range(ROUNDS):
-        x = turn(number, x)
+        x = swap(number, x)
     return x.astype(jnp.int32)
 
 

@@ -227,9 +227,13 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     state = state.replace(assignment=jnp.full(14, -1).at[0].set(0))
 
     def describe(key, first, data, who):
-        return jnp.ones_like(memory.points), make_report()
+        return jnp.ones_like(memory.points)
 
-    take_in = join_or_found(describe, lambda bases: apart, 30.0, local.execution.mesh)
+    def bill(bases, data, who):
+        return make_report()
+
+    mesh = local.execution.mesh
+    take_in = join_or_found(describe, bill, lambda bases: apart, 30.0, mesh)
     after, _ = take_in(KEY, state, four)
     assert after.assignment[:4].tolist() == [0, 1, 1, 1]
     assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()

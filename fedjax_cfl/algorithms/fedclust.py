@@ -66,8 +66,14 @@ def fedclust(
         begin = begin.replace(epochs=epochs, steps=None)
     describe = train_first(task, begin, layers)
     limit = partial(largest_gap, linkage) if threshold is None else threshold
-    start = cluster_at_start(task, m, describe, euclidean, linkage, limit, mesh)
-    join = join_or_found(describe, euclidean, None, mesh)
+
+    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Report:
+        steps = count_steps(begin, data.train.size)
+        sent = make_traffic(units_down=who, words_up=who * points.shape[1])
+        return make_report(sent, samples=who * TRAIN_TO_INFERENCE * begin.batch_size * steps)
+
+    start = cluster_at_start(task, m, describe, bill, euclidean, linkage, limit, mesh)
+    join = join_or_found(describe, bill, euclidean, None, mesh)
     hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
     return federated(task, local, system, hooks)
 
@@ -79,15 +85,9 @@ def train_first(task: Task, local: Local, layers: str) -> DescribeFn:
     Args: as those of `fedclust`; `local` is how clients train it.
     """
     move = Partial(partial(move_layers, layers), as_pytree(sgd(task, local)))
-    batch = local.batch_size
 
-    def describe(
-        key: Key, first: Params, data: FederatedData, who: jax.Array
-    ) -> tuple[jax.Array, Report]:
-        points = map_clients(move, local.execution, (key, first), data, who)
-        samples = who * TRAIN_TO_INFERENCE * batch * count_steps(local, data.train.size)
-        sent = make_traffic(units_down=who, words_up=who * points.shape[1])
-        return points, make_report(sent, samples=samples)
+    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
+        return map_clients(move, local.execution, (key, first), data, who)
 
     return describe
 

@@ -31,7 +31,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
@@ -61,17 +61,18 @@ def pacfl(
     check_arguments(pacfl, locals(), "algorithm")
     compute, mesh = class_directions(local, directions), local.execution.mesh
 
-    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array):
-        bases = compute(data, who)
+    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
+        return compute(data, who)
+
+    def bill(bases: jax.Array, data: FederatedData, who: jax.Array) -> Report:
         vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
-        sent = make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0))
-        return bases, make_report(sent)
+        return make_report(make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0)))
 
     def compare(bases: jax.Array) -> jax.Array:
         return angles(bases, angle)
 
-    start = cluster_at_start(task, m, describe, compare, linkage, threshold, mesh)
-    join = join_or_found(describe, compare, threshold, mesh)
+    start = cluster_at_start(task, m, describe, bill, compare, linkage, threshold, mesh)
+    join = join_or_found(describe, bill, compare, threshold, mesh)
     hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
     return federated(task, local, system, hooks)
 

@@ -149,7 +149,7 @@ def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
 def _name_place(settings: dict[str, Any], names: str) -> str:
     """Returns the row or column of a set of runs, by those of the settings `names` that it has."""
     found = [
-        f"{settings[name]}" if name in NAMED else f"{name.rpartition('.')[2]}={settings[name]}"
+        str(settings[name]) if name in NAMED else f"{name.rpartition('.')[2]}={settings[name]}"
         for name in names.split("+")
         if name in settings
     ]

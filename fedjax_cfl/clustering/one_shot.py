@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import core, lax
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
@@ -15,7 +15,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report, no_faults
+from fedjax_cfl.system.reports import no_faults
 from fedjax_cfl.tree import one_hot, take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Report, State, Task
 
@@ -25,8 +25,10 @@ CutFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 # (key, the model [1, ...] that all groups start from, data, who [K] bool) -> what these clients
-# tell [K, ...], 0 for others, and what that takes
-DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], tuple[jax.Array, Report]]
+# tell [K, ...], 0 for others
+DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], jax.Array]
+# (what clients tell [K, ...], data, who [K] bool) -> what it takes these to tell it
+BillFn = Callable[[jax.Array, FederatedData, jax.Array], Report]
 
 
 class Described(struct.PyTreeNode):
@@ -41,6 +43,7 @@ def cluster_at_start(
     task: Task,
     m: int,
     describe: DescribeFn,
+    bill: BillFn,
     compare: CompareFn,
     linkage: str,
     threshold: ArrayLike | CutFn | None,
@@ -60,20 +63,24 @@ def cluster_at_start(
     def start(key: Key, data: FederatedData) -> Start:
         begun, able = common_model(task, m)(key, data), data.train.size > 0
         first = take_rows(begun.groups, slice(1))
-        points, report = describe(key, first, data, able)
+        points = describe(key, first, data, able)
         label = on_every_device(cluster, mesh)(points, able)
         return begun._replace(
             assignment=jnp.maximum(label, 0),  # the engine withholds those without samples
             active=jnp.arange(m) <= jnp.maximum(label.max(), 0),
             memory=Described(points, able, first),
-            report=report,
+            report=bill(points, data, able),
         )
 
     return start
 
 
 def join_or_found(
-    describe: DescribeFn, compare: CompareFn, threshold: ArrayLike | None, mesh: Mesh
+    describe: DescribeFn,
+    bill: BillFn,
+    compare: CompareFn,
+    threshold: ArrayLike | None,
+    mesh: Mesh,
 ) -> MigrateFn:
     """Returns what takes in clients of which the server knows nothing yet, as soon as they have
     samples: those of lowest number first, each to the group of least mean distance, or, if that is
@@ -90,7 +97,7 @@ def join_or_found(
         waiting = (data.train.size > 0) & ~known
 
         def take_in():
-            told, report = describe(key, memory.first, data, waiting)
+            told = describe(key, memory.first, data, waiting)
             points = jax.vmap(jnp.where)(waiting, told, memory.points)
             apart = on_every_device(compare, mesh)(points)
 
@@ -108,21 +115,13 @@ def join_or_found(
 
             begin = state.assignment, state.active, known
             assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
-            return assignment, active, points, report
+            return assignment, active, points, bill(points, data, waiting)
 
-        def stay():
-            shapes = jax.eval_shape(take_in)[3]
-            nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-            nothing = nothing.replace(fault_counts=no_faults())
-            return state.assignment, state.active, memory.points, nothing
-
-        some = jnp.any(waiting)
-        if isinstance(some, core.Tracer):
-            assignment, active, points, report = lax.cond(some, take_in, stay)
-        elif some:  # the debug executor sees numbers, and cannot be traced for shapes
-            assignment, active, points, report = take_in()
-        else:
-            return state, make_report()
+        shapes = jax.eval_shape(bill, memory.points, data, waiting)
+        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        nothing = nothing.replace(fault_counts=no_faults())
+        stay = state.assignment, state.active, memory.points, nothing
+        assignment, active, points, report = lax.cond(jnp.any(waiting), take_in, lambda: stay)
         memory = memory.replace(points=points, known=memory.known | waiting)
         return state.replace(assignment=assignment, active=active, memory=memory), report
 

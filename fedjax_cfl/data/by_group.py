@@ -25,7 +25,6 @@ from fedjax_cfl.validation import (
     PositiveInt,
     Rule,
     Seed,
-    whole,
 )
 
 
@@ -44,15 +43,8 @@ GroupSize = Annotated[
     ),
 ]
 
-CLASS = whole(0)
 CLASSES = Rule(
-    "a list of lists of classes, one for each group, as [[0,1],[2,3]]",
-    lambda value: (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(own, list | tuple) and len(own) > 0 for own in value)
-        and all(all(map(CLASS.holds, own)) for own in value)
-    ),
+    "a list of lists of classes, one for each group, as [[0,1],[2,3]]", dealing.are_class_lists
 )
 Classes = Annotated[Sequence[Sequence[int]], CLASSES]
 EVEN, STEP = 0.1, 0.05  # of a class, dealt evenly beside the Dirichlet shares; more, step by step

@@ -12,21 +12,20 @@ from typing import Annotated
 
 import numpy as np
 
+from fedjax_cfl.data.dealing import are_class_lists
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_value, whole
+from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_value
 
 __all__ = ["exchange_pairs", "permute_labels", "rotate"]
 TEN = 10  # clients are parted by the last digit of their number
-CLASS = whole(0)
 PAIRS = Rule(
     f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
     lambda value: (
-        isinstance(value, list | tuple)
-        and 1 <= len(value) <= TEN
-        and all(isinstance(pair, list | tuple) and len(pair) in (2, 4, 6, 8) for pair in value)
-        and all(all(map(CLASS.holds, pair)) and len({*pair}) == len(pair) for pair in value)
+        are_class_lists(value)
+        and len(value) <= TEN
+        and all(len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
     ),
 )
 Pairs = Annotated[Sequence[Sequence[int]], PAIRS]
@@ -113,10 +112,10 @@ def exchange_pairs(
     first, where all are in group 0 (FedCCFA, https://arxiv.org/abs/2410.18478).
 
     Args: `y` [N] are the labels, `owner` [N] the client of each; `clients` is K, or T K in
-    T `stages`; `num_classes` is C; `pairs` has at most 10 lists of 2, 4, 6 or 8 classes, the first
-    two of which are exchanged, and so on; the part of client k is k mod their number if `even`,
-    else as `find_part` says. `x` is returned as it is. Raises InputError for classes that the data
-    do not have.
+    T `stages`; `num_classes` is C; `pairs` has at most 10 lists of an even number of classes, the
+    first two of which are exchanged, and so on; the part of client k is k mod their number if
+    `even`, else as `find_part` says. `x` is returned as it is. Raises InputError for classes that
+    the data do not have.
     """
     check_classes(num_classes, "concept=exchange_pairs", "use concept=none")
     check_value("concept.pairs", pairs, PAIRS)

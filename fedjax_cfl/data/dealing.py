@@ -14,6 +14,7 @@ from fedjax_cfl.validation import check_arguments, check_value, whole
 
 # recipes that look at no labels, or, as shards, at their order alone
 WITHOUT_CLASSES = ("by_user", "from_file", "iid", "quantity_skew", "shards")
+CLASS = whole(0)
 LEAST_TO_SHARE = 10  # training samples of a client, below which none is set apart
 
 
@@ -90,6 +91,16 @@ def split_train_test(
         np.split(rng.permutation(part), [count_train(len(part), test_fraction)]) for part in held
     ]
     return join_clients([train for train, _ in parts], [test for _, test in parts])
+
+
+def are_class_lists(value: Any) -> bool:
+    """Returns whether a value is a list of lists of classes, none of them empty."""
+    return (
+        isinstance(value, list | tuple)
+        and len(value) > 0
+        and all(isinstance(own, list | tuple) and len(own) > 0 for own in value)
+        and all(CLASS.holds(label) for own in value for label in own)
+    )
 
 
 def draw_samples(rng: RandomState, held: Sequence[np.ndarray], count: int) -> list[np.ndarray]:

@@ -55,9 +55,10 @@ def graded(
     if shift == "x":
         patterns = int(np.prod(PATTERNS[level - 1]))
         if patterns <= clients:
-            return paint(x, y, owner, draw_concepts(clients, patterns, True, seed), level)
-        drawn = np.random.RandomState(seed).randint(patterns, size=clients).astype(np.int32)
-        return paint(x, y, owner, drawn, level)
+            groups = draw_concepts(clients, patterns, True, seed)
+        else:
+            groups = np.random.RandomState(seed).randint(patterns, size=clients).astype(np.int32)
+        return paint(x, y, owner, groups, level)
     check_classes(num_classes, "concept=graded", "use concept=none")
     if level > num_classes:
         raise InputError(f"concept.level={level}: the data have {num_classes} classes")
