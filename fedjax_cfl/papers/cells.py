@@ -30,9 +30,11 @@ class Cell(NamedTuple):
     seed: int  # of a table that tunes the first
     folder: Path
     overrides: list[str]
-    # of a table that tunes: the values tried, each as KEY=V1,V2, and the seeds of the last runs
+    # of a table that tunes: the values tried, each as KEY=V1,V2, the seeds of the last runs, and
+    # of the trials where the row names them
     grid: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
+    trial_seeds: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = f"{len(self.seeds)} seeds, tuned" if self.seeds else f"seed {self.seed}"
@@ -114,7 +116,9 @@ def make_cells(
                     # what a column tries of a setting counts, not what the table does
                     named = {text.partition("=")[0]: text for text in (*table["tune"], *values)}
                     grid = tuple(named.values())
-                    yield Cell(row, column, seed, folder, [*overrides, *extra], grid, tuple(seeds))
+                    tried = tuple(entry.get("trial_seeds", ()))
+                    asked = [*overrides, *extra]
+                    yield Cell(row, column, seed, folder, asked, grid, tuple(seeds), tried)
                 else:
                     overrides += [f"seed={seed}", *extra]
                     yield Cell(row, column, seed, folder / f"seed{seed}", overrides)

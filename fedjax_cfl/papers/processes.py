@@ -56,6 +56,8 @@ def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
     if cell.grid:
         seeds = ",".join(map(str, cell.seeds))
         arguments = ["tune", "--out", str(cell.folder), "--seeds", seeds]
+        if cell.trial_seeds:
+            arguments += ["--trial-seeds", ",".join(map(str, cell.trial_seeds))]
         arguments += [*cell.overrides, *cell.grid, *devices]
     with open_log(cell) as log:
         now = datetime.datetime.now().isoformat(" ", "seconds")
