@@ -92,6 +92,7 @@ def measure(task, models):
     return measure
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("others", [nightly(30.0), np.nan])
 def test_nothing_of_a_client_changes_with_other_clients_pixels(measure, others):
     expected = measure(1.0)

@@ -185,6 +185,7 @@ def test_no_more_cuts_than_there_is_room(concepts, linear, local):
     assert adjusted_rand_score(TRUTH, groups) < 1
 
 
+@pytest.mark.nightly
 def test_absent_members_and_newcomers_pass_the_cuts_later(concepts, linear, local):
     """Nine of 18 clients a round: nobody is lost, and each cut that a client passes by
     itself costs one model down and one up.

@@ -94,6 +94,7 @@ def test_a_state_that_changes_its_shape(linear, toy):
     assert " state.memory['sum']: int32[2] became float32[2]); return every array" in text
 
 
+@pytest.mark.nightly
 def test_a_number_without_a_type_compiles_twice(linear, toy):
     def finish(state, before, cohort, gid, upload):
         return state.replace(memory=jnp.float32(1.0) + state.memory)

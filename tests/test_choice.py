@@ -169,6 +169,7 @@ def test_an_interrupted_run_chooses_and_ends_as_another(runs, monkeypatch, capsy
     assert "already holds this run, finished after" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_comparisons_and_pages_say_it(runs, monkeypatch, capsys):
     monkeypatch.chdir(runs)
     for name in "ab":

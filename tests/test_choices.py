@@ -8,7 +8,7 @@ import jax
 import pytest
 from conftest import nightly
 from omegaconf import OmegaConf
-from test_contract import ALGORITHMS, OFTEN, build
+from test_contract import ALGORITHMS, build
 
 from fedjax_cfl.cli.choices import CHOICES
 from fedjax_cfl.cli.overrides import CONF
@@ -42,7 +42,7 @@ def list_cases():
     for method in ALGORITHMS:
         together = list(list_together(method)) or [{}]
         for place, chosen in enumerate(together):
-            marks = () if not place and (chosen or method not in OFTEN) else pytest.mark.nightly
+            marks = () if not place and chosen else pytest.mark.nightly
             id = "-".join([method, *chosen.values()])
             yield pytest.param(method, chosen, id=id, marks=marks)
         for setting, name in list_other_names(method):

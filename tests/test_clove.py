@@ -137,6 +137,7 @@ def test_newcomers_alone_choose_as_in_ifca(toy, linear, local):
     assert state.assignment.tolist() == expected.assignment.tolist()
 
 
+@pytest.mark.nightly
 def test_clusters_get_the_models_that_cost_least_together():
     """Both clusters like model 0 best; against all permutations. A loss that is not finite is none
     to be liked, and clients that are not asked have no say.

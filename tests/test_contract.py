@@ -26,9 +26,9 @@ from fedjax_cfl.simulation.rounds import make_init, run_round
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 # Fielding with another trigger or ear, which test_fielding.py compares: the whole contract by hand
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
-# one of every kind of method; test_choices.py traces a round of all others, and their rounds have
-# twins or reductions in files of their own
-OFTEN = ["cfl", "fedavg", "fedem", "fesem", "fielding", "flexcfl", "ifca", "qfedavg", "scaffold"]
+# one of every kind of method; the rounds of all others have twins or reductions in files of their
+# own
+OFTEN = ["cfl", "fedem", "fesem", "fielding", "flexcfl", "ifca", "scaffold"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-FASTER = {"rounds=60": "rounds=2"}  # what a block may do less of here
+FASTER = {"rounds=60": "rounds=2", "epochs=5": "epochs=1"}  # what a block may do less of here
 SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
 SLOW_PAGES += ("multilabel.md", "run_directory.md")  # what they show has tests of its own
 PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")

@@ -111,6 +111,7 @@ def test_equals_training_the_kernel_with_weight_decay(noise, hidden, l2, mu, mom
     chex.assert_trees_all_close(other, direct, **CLOSE)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", ["direct", nightly("dual")])
 @pytest.mark.parametrize(
     ("momentum", "weight_decay"), [nightly(0.8, 0.0), nightly(0.0, 0.3), (0.8, 0.3)]

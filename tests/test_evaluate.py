@@ -202,6 +202,7 @@ def test_parts_are_entered_whatever_their_order():
         assert found.totals.classes.tolist() == [[2, 2], [2, 2]]
 
 
+@pytest.mark.nightly
 def test_auxiliary_model_is_the_mean_of_the_models_in_use(toy, linear, models):
     index = jnp.array([0, 2] * 7)  # model 1 serves nobody
     mean = jax.tree.map(lambda leaf: (leaf[0] + leaf[2]) / 2, models)
@@ -391,6 +392,7 @@ CUT = {"eps1": 9.0, "eps2": 0.0, "min_size": 3, "warm_up": 1}
 TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "options", "everybody"),
     [

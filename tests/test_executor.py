@@ -143,6 +143,7 @@ def steps_of_lanes(steps, width):
     return len(taken)
 
 
+@pytest.mark.nightly
 def test_lanes_lose_little():
     """Side by side as often as the longest client, or an even share, asks for, and little more."""
     rng = np.random.default_rng(1)
@@ -300,6 +301,7 @@ def test_reported_losses_have_the_penalty_of_the_start_and_of_the_end(skewed, ep
     )
 
 
+@pytest.mark.nightly
 def test_a_full_gradient_is_that_of_all_samples_of_a_client(skewed, one_by_one):
     """Of 900, 60 and no samples, in blocks of 64, at half the step size of 0.1."""
     upload = one_by_one("full gradient")

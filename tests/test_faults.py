@@ -124,6 +124,7 @@ def test_the_same_faults_whatever_the_devices_and_width(mixed, devices, width, l
     chex.assert_trees_all_close(state.groups, mixed[1].groups, **ROUNDING)
 
 
+@pytest.mark.nightly
 def test_mixed_faults_are_counted(mixed):
     _, state, infos = mixed
     assert (
@@ -375,6 +376,7 @@ def test_a_loss_that_is_not_finite_is_not_remembered():
     np.testing.assert_array_equal(known.utility, [10, 10, 10, 1])
 
 
+@pytest.mark.nightly
 def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
     _, state, infos = go(linear, local, toy, failing=Faults(nan=1.0, nonfinite="zero"))
     np.testing.assert_array_equal(infos.clients, REAL)

@@ -149,6 +149,7 @@ def test_a_limit_that_joins_none_leaves_clients_alone(toy, linear, local):
         np.testing.assert_allclose(found.flat(), model.flat(), atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_only_the_last_layer_is_sent(toy, mlp, local):
     """3 x 4 weights and 4 biases of a network of 34 parameters."""
     words = {

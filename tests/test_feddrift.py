@@ -158,6 +158,7 @@ def steps(toy):
     return [still] * 30 + [first] + [first.replace(shifted=quiet)] * 2 + [second]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["feddrift", nightly("feddrift_eager")])
 def test_clients_whose_labels_were_renamed_open_models(name, toy, steps, linear, local):
     algorithm = build(

@@ -264,6 +264,7 @@ def test_probabilities_are_averaged_not_logits(toy, linear):
     assert p[2] < 1e-10 and (y >= 2).any(), "the floor is not seen"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("value", [jnp.nan, nightly(-jnp.inf)])
 def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
     """Also by clients to whom the other one says more, and where probabilities are finite."""

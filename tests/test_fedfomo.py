@@ -174,6 +174,7 @@ def test_one_device_reads_the_models_of_others_where_they_lie(five, softmax_task
     assert f"f32[{CLIENTS},3,{FEATURES},{CLASSES}]" not in text
 
 
+@pytest.mark.nightly
 def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, whole_batches):
     select = from_table(np.array([[0, 1], [2, 3], [0, 2]]))
     algorithm = fedfomo(softmax_task, whole_batches, select, models=4)
@@ -206,6 +207,7 @@ def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
     assert (sent.words_down, sent.words_up) == (0, 3 * CLIENTS)
 
 
+@pytest.mark.nightly
 def test_words_are_sent_with_updates_that_are_not_used(five, softmax_task, whole_batches):
     """They arrive with a model that is not finite, which nobody is sent."""
     usual, bad = (

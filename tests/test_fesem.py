@@ -282,6 +282,7 @@ def test_empty_group_keeps_its_center(linear, local):
     np.testing.assert_array_equal(matrix(last.groups)[empty], matrix(begun.groups)[empty])
 
 
+@pytest.mark.nightly
 def test_lost_clients_leave_their_models(toy, linear, local):
     lost = cfl.System(COHORT, cfl.Faults(dropout=1.0))
     begun, *_, last = play(fesem(linear, local, lost, m=2), toy, 2)

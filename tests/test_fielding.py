@@ -299,6 +299,7 @@ def test_moments_of_the_server_follow_their_models(toy, drifting, linear, local)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_bytes_of_the_start_and_of_events(toy, drifting, linear, local):
     alive = int((np.asarray(toy.train.size) > 0).sum())
     sent = ledger(run(method(linear, local), [toy], rounds=0)[0].traffic)

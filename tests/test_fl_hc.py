@@ -135,6 +135,7 @@ def test_unknown_choices_of_fl_hc_are_refused(linear, local, name, options):
         build(fl_hc, linear, local, select.full_participation(), m=2, **options)
 
 
+@pytest.mark.nightly
 def test_fl_hc_takes_newcomers_to_the_largest_group(concepts, linear, local, clustered_once):
     """The group of most founders need not be number 0; nothing more is sent."""
     clustered = clustered_once[3]

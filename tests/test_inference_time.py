@@ -148,6 +148,7 @@ def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
     assert seconds[3] == slowest((2 + 1) * held_out, [1])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "settings", "models", "words"),
     [

@@ -255,6 +255,7 @@ def test_a_module_of_ones_own_is_read_with_it(local, toy, tmp_path):
 # tables and figures
 
 
+@pytest.mark.nightly
 def test_comparisons_and_reports_are_frames_and_figures(finished, tmp_path, monkeypatch, capsys):
     _, folder, _ = finished
     monkeypatch.chdir(tmp_path)

@@ -175,6 +175,7 @@ def test_a_run_in_a_folder_with_brackets_is_read_again(fedjax_cfl, tmp_path):
     assert run.final.round == 2 and run.predict(0, np.zeros((2, 8, 8), np.float32)).shape == (2,)
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_read_back_is_not_called_written(fedjax_cfl, tmp_path, monkeypatch):
     """The first checkpoint is read before the training begins."""
     monkeypatch.setattr(checkpoint, "_arrays", lambda *_: 1 / 0)

@@ -190,6 +190,7 @@ def test_a_client_that_never_answers_stays(linear, toy, local):
     chex.assert_trees_all_equal(after.groups, state.groups)
 
 
+@pytest.mark.nightly
 def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local):
     """They arrive with a model that is not finite; the server keeps none, and they come again."""
     bad = cfl.System(full_participation(), cfl.Faults(nan=1.0))
@@ -235,6 +236,7 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     )
 
 
+@pytest.mark.nightly
 def test_bytes_of_the_baselines_are_those_of_closed_forms(linear, toy, local):
     """A participant receives one model of FedAvg, m of IFCA and none of Local, and sends the
     number of its group to IFCA alone; FedFomo's and ClusteredFL's are in their own tests.

@@ -40,6 +40,7 @@ def test_metrics_equal_scipy(name):
     assert not METRICS[name](a, a).diagonal().any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METRICS, ["sqeuclidean"]))
 def test_silhouettes_equal_scikit_learn(name):
     rng = np.random.default_rng(2)

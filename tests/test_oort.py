@@ -295,6 +295,7 @@ def test_clients_never_selected_come_first_in_random_order(toy, models):
     assert not {0, 1, 5} & set(pick(jax.random.key(0), known).tolist())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("candidates", [nightly(4), 13])
 def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, models):
     """A loss each, and a model for those who are not selected (pow-d, section 5)."""

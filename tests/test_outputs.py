@@ -85,6 +85,7 @@ def test_a_reader_that_goes_is_no_error(line, tmp_path):
     assert shell(line, tmp_path) == ""
 
 
+@pytest.mark.nightly
 def test_bad_input_with_a_closed_stderr(tmp_path):
     shell("fedjax-cfl rounds=x 2>&-", tmp_path, status=2)
 

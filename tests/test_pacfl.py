@@ -184,6 +184,7 @@ def place(apart, groups, active, newcomers, threshold):
     return groups, active
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("threshold", [8.0, nightly(None)])
 def test_clients_that_get_samples_later_join_or_found_a_group(spread, linear, local, threshold):
     """Their groups are those of a slow twin; others stay; each sends its vectors once."""

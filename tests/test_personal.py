@@ -313,6 +313,7 @@ def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
     assert after.own.trained[0]
 
 
+@pytest.mark.nightly
 def test_time_goes_by_what_is_sent_and_by_all_steps(toy, mlp, local):
     """A model has 34 parameters, 18 of them in its first layer; Ditto takes each step twice."""
     count = len(SIZES)

@@ -39,6 +39,7 @@ LINE = (
 GROUPS = "dataset.groups=2 concept=permute_labels concept.groups=2"
 
 
+@pytest.mark.nightly
 def test_a_client_trains_on_from_its_own_model(toy, linear, local, models):
     """As by hand: the same cohort function on one client at a time."""
     index = np.arange(toy.num_clients) % 4 - 1  # every fourth client has no model

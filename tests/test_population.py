@@ -109,6 +109,7 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     same(rest.rows, whole.rows[1:])
 
 
+@pytest.mark.nightly
 def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
     """Its rounds and evaluations may have been others until then; a block has room for
     what is left of it.

@@ -89,6 +89,7 @@ def test_fedprox_without_stragglers_trains_everybody_fully(toy, linear, local, a
     assert_same(play(rounds_to_nobody, toy), averaged)
 
 
+@pytest.mark.nightly
 def test_stragglers_do_less(toy, linear, local, averaged):
     half = play(fedprox(linear, local, COHORT, mu=0.0, drop_fraction=0.5), toy)
     assert all(
@@ -210,6 +211,7 @@ def test_fedavgm_without_momentum_is_fedavg(toy, linear, local, averaged):
     assert_same(play(fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
 
 
+@pytest.mark.nightly
 def test_fedavgm_sums_up_old_steps(toy, linear, local, plain):
     """With momentum 0.5 the second step is the mean update plus half the first step."""
     heavy = fedavgm(linear, local, COHORT, momentum=0.5)

@@ -492,6 +492,7 @@ def test_a_round_ends_with_the_last_answer_if_fewer_come():
         assert found[0] == duration and found[1].tolist() == [bool(n) for n in late]
 
 
+@pytest.mark.nightly
 def test_local_steps_cycle_through_epochs(toy, linear, local):
     """Seven mini-batch steps of every client, however many samples it has."""
     pick = select.uniform(COHORT)

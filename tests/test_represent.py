@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from sklearn.metrics import silhouette_score
 
 from fedjax_cfl.algorithms.fielding import represent
@@ -32,6 +33,7 @@ def test_embedding_is_the_mean_of_a_trained_hidden_layer(toy, linear, local):
     assert (logits.argmax(1) == np.asarray(toy.y)[rows]).mean() > 0.5
 
 
+@pytest.mark.nightly
 def test_gradients_see_what_label_shares_cannot(toy, linear, local):
     """The concepts of the toy name two classes the other way round: labels alone do not tell."""
     representation = represent.gradient(length=64)(linear, local)

@@ -147,6 +147,7 @@ def test_first_round_is_fedavg(toy, linear, local):
     assert np.abs(matrix(over[2].groups) - matrix(alone[2].groups)).max() > 1e-3
 
 
+@pytest.mark.nightly
 def test_one_full_step_keeps_the_gradient_at_the_received_model(toy, linear, local):
     """Options I and II are then the same."""
     one = local.replace(epochs=1, batch_size=64)
@@ -241,6 +242,7 @@ class Normed(nn.Module):
         return nn.Dense(CLASSES)(BatchNorm()(x[:, None, None, :], owner)[:, 0, 0, :])
 
 
+@pytest.mark.nightly
 def test_running_statistics_have_no_variate(toy, local):
     task = cfl.as_task(Normed(), (FEATURES,), CLASSES)
     before, *_, after = play(algorithms.scaffold(task, local, select.uniform(COHORT)), toy, 2)
@@ -285,6 +287,7 @@ def test_a_variate_changes_only_with_an_update_that_is_used(toy, linear, local, 
     assert np.isfinite(matrix(states[-1].own.rows)).all()
 
 
+@pytest.mark.nightly
 def test_what_comes_too_late_changes_nothing(toy, linear, local):
     """And bytes take time: two models down and two up."""
     speed = np.where(np.arange(CLIENTS) % 2, 1.0, 2.0)

@@ -247,6 +247,7 @@ def test_a_torn_last_line_is_written_again(fedjax_cfl, run_dir, whole):
     assert_same(run_dir, whole)
 
 
+@pytest.mark.nightly
 def test_rows_beyond_the_checkpoint_are_written_again(fedjax_cfl, run_dir, whole):
     with open(run_dir / METRICS_FILE, "a") as handle:
         handle.write('{"round": 8, "accuracy": 0.5}\n{"round": 9, "accuracy": 0.5}\n')
@@ -254,6 +255,7 @@ def test_rows_beyond_the_checkpoint_are_written_again(fedjax_cfl, run_dir, whole
     assert_same(run_dir, whole)
 
 
+@pytest.mark.nightly
 def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_path):
     short = f"{PLAIN} rounds=7"
     done(fedjax_cfl(short, run_dir))
@@ -265,6 +267,7 @@ def test_more_rounds_continue_a_finished_run(fedjax_cfl, run_dir, whole, tmp_pat
     assert_same(run_dir, whole)
 
 
+@pytest.mark.nightly
 def test_the_models_of_the_best_evaluation_are_kept(fedjax_cfl, whole, tmp_path):
     """Also where no checkpoint was due then, and after a stop; of exactly that round."""
     line, run_dir = f"{PLAIN} local.lr=0.5 checkpoint.every=9", tmp_path / "run"
@@ -397,6 +400,7 @@ def test_another_run_is_refused_and_the_difference_named(
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.nightly
 def test_never_must_and_finished(fedjax_cfl, run_dir, whole, tmp_path):
     assert "not empty" in refused(fedjax_cfl(f"{PLAIN} resume=never", run_dir))
     assert "already holds this run, finished after 9 rounds" in refused(

@@ -68,7 +68,7 @@ def test_passes_and_clients_differ():
     assert abs(np.mean(agree) - 1 / 33) < 0.003
 
 
-@pytest.mark.parametrize("count", [nightly(0), 1, nightly(5), nightly(64), 130])
+@pytest.mark.parametrize("count", [nightly(0), 1, nightly(5), nightly(64), nightly(130)])
 def test_a_table_holds_the_same_passes(count):
     table = write_table(words(3), jnp.int32(count), 4, 140)
     expected = permute(words(3), count, jnp.arange(4)[:, None], jnp.arange(count))
@@ -105,7 +105,7 @@ def test_successive_passes_are_independent():
     assert_uniform(rows[:, :-1, 0] * 5 + rows[:, 1:, 4], 25)
 
 
-@pytest.mark.parametrize("count", [nightly(1), nightly(2), 5, 1000])
+@pytest.mark.parametrize("count", [nightly(1), nightly(2), 5, nightly(1000)])
 def test_a_drawn_permutation_is_the_first_pass(count):
     key = jax.random.key(count)
     whole = draw_permutation(key, count)

@@ -171,6 +171,7 @@ def test_feddane_twin(toy, linear, local, same_set, mu):
     assert_differ((after,), play(fedprox(linear, local, COHORT, mu=mu), toy, 1))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("same_set", "down", "up"), [nightly(True, 2, 2), (False, 3, 2)])
 def test_feddane_bill(toy, linear, local, same_set, down, up):
     """4 K if the same clients serve both phases, else 5 K."""
@@ -178,6 +179,7 @@ def test_feddane_bill(toy, linear, local, same_set, down, up):
     assert units(state) == (2 * 6 * down, 2 * 6 * up)
 
 
+@pytest.mark.nightly
 def test_a_gradient_that_is_not_finite_is_left_out(toy, linear, local):
     broken = toy.replace(x=jnp.where((toy.owner == 0)[:, None], jnp.nan, toy.x))
     state, infos = play(feddane(linear, local, select.full_participation()), broken, 2)
@@ -246,6 +248,7 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     assert row["evaluated_clients"] == K and 0 <= row["auxiliary_accuracy"] <= 1
 
 
+@pytest.mark.nightly
 def test_nonfed_of_the_cohort(toy, linear, local):
     begun, after = (
         play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1)

@@ -74,6 +74,7 @@ def test_room_for_more_groups_changes_nothing(method, m, toy, linear, local):
             )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["ifca", nightly("flexcfl")])
 def test_all_numbers_of_groups_have_one_program(method, toy, linear, local):
     factory, settings = METHODS[method]

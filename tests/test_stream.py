@@ -266,6 +266,7 @@ def test_static_data_equal_no_drift(toy, linear, local):
     np.testing.assert_equal(one, other)  # NaN equals NaN
 
 
+@pytest.mark.nightly
 def test_a_method_starts_on_the_first_window(toy, linear, local):
     made = stream.bucket(stream.Window(intervals=4, period=1, retained=1))
     seen = []

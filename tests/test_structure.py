@@ -256,6 +256,7 @@ def test_a_round_enters_the_files_of_its_page(method, more, mlp, toy, local):
 COMMAND = "algorithm=ifca rounds=2 dataset.clients=8 clients_per_round=3 local.epochs=1 devices=1"
 
 
+@pytest.mark.nightly
 def test_a_command_enters_the_files_of_its_page(fedjax_cfl):
     """Whoever follows a command line to its final table opens these files and those of a round."""
     profile = cProfile.Profile(subcalls=False, builtins=False)

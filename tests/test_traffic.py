@@ -54,7 +54,7 @@ STATIC = QUICKLY | {"detector": None}  # FedGroup
         nightly(1000, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=3, **QUICKLY), 15_120),
         nightly(1000, lambda *parts: ifca(*parts, ROUND_ROBIN, m=3), 24_000),
         nightly(200, lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, **STATIC), 13_200),
-        (
+        nightly(
             200,
             lambda *parts: build(flexcfl, *parts, ROUND_ROBIN, m=5, eta_g=0.1, **STATIC),
             14_700,

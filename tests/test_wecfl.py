@@ -146,6 +146,7 @@ def test_lost_clients_leave_model_and_weight(toy, linear, local):
     chex.assert_trees_all_equal(begun.memory, after.memory)
 
 
+@pytest.mark.nightly
 def test_new_clients_are_refused(linear, local):
     def make(pick):
         return wecfl(linear, local, pick, m=2)
