@@ -46,19 +46,23 @@ if asked["algorithm"] == os.environ.get("BROKEN"):
     print("fedjax-cfl: round 1: client 3 sent a non-finite update")
     sys.exit(1)
 time.sleep(float(os.environ.get("SLOW", 0)))
-folder, rounds = Path(asked["run_dir"]), int(asked.get("rounds", 6))
-base = 0.5 + 0.01 * len(asked["algorithm"]) + 0.02 * int(asked["seed"])
-base += 0.05 * (asked["dataset"] == "b")
-rows = [
-    {"round": r, "accuracy": None if r == 1 else base + 0.3 * (1 - 0.7 ** r),
-     "train_loss": 2 / r, "discrepancy": 1 / r,
-     "units_down": 20 * r * len(asked["algorithm"]), "units_up": 20 * r, "migrated_clients": 2}
-    for r in range(1, rounds + 1)
-]
-(folder / ".hydra").mkdir(parents=True)
-(folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 6}")
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-(folder / "summary.json").write_text(json.dumps({"overrides": sys.argv[1:]}))
+rounds, first = int(asked.get("rounds", 6)), int(asked["seed"])
+for seed in range(first, first + int(asked.get("seeds", 1))):
+    folder = Path(asked["run_dir"]) / (str(seed) if "seeds" in asked else "")
+    base = 0.5 + 0.01 * len(asked["algorithm"]) + 0.02 * seed
+    base += 0.05 * (asked["dataset"] == "b")
+    rows = [
+        {"round": r, "accuracy": None if r == 1 else base + 0.3 * (1 - 0.7 ** r),
+         "train_loss": 2 / r, "discrepancy": 1 / r,
+         "units_down": 20 * r * len(asked["algorithm"]), "units_up": 20 * r, "migrated_clients": 2}
+        for r in range(1, rounds + 1)
+    ]
+    (folder / ".hydra").mkdir(parents=True)
+    (folder / ".hydra" / "config.yaml").write_text("dataset: {rounds: 6}")
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
+    of_all = [text for text in sys.argv[1:] if not text.startswith(("seeds=", "seed="))]
+    overrides = [*of_all, f"seed={seed}"] if "seeds" in asked else sys.argv[1:]
+    (folder / "summary.json").write_text(json.dumps({"overrides": overrides}))
 if tuned:
     (out / "test" / "index.csv").write_text("run\\n0\\n")
     given = [text for text in sys.argv[6:] if not text.startswith("devices=")]
@@ -198,6 +202,27 @@ def test_a_table_that_tunes_has_one_cell_for_all_seeds(verb):
         verb("local.lr=3")
     with pytest.raises(InputError, match="was run with other settings"):
         verb(*asked, "algorithm.m=3")
+
+
+def test_seeds_that_run_together_give_the_same_table(verb, tmp_path):
+    asked = "--seeds", "3", "--rows", "first-a"
+    assert verb(*asked) == 0 and len(verb.started()) == 6
+    alone = (verb.out / "table.csv").read_text()
+    verb.table.write_text("seeds: together\n" + TABLE)
+    assert verb(*asked, out="together") == 0 and len(verb.started()) == 8
+    folder = tmp_path / "together" / "fake"
+    assert verb.started()[6] == (
+        "experiment=fake dataset=a algorithm=fedavg seed=0 seeds=3"
+        f" run_dir={folder / 'first-a' / 'Avg' / 'seeds3'}"
+    )
+    assert (folder / "table.csv").read_text() == alone
+    assert verb(*asked, out="together") == 0 and len(verb.started()) == 8  # finished
+    # of a seed that ran alone and together the latter counts, and the former where it is alone
+    assert verb("--rows", "*", out="together") == 0 and len(verb.started()) == 12
+    seeds = {place: line["seeds"] for place, line in table(folder).items()}
+    assert seeds["first-a", "Avg"] == "3" and seeds["second-b", "Avg"] == "1"
+    with pytest.raises(InputError, match="was run with other settings"):
+        verb(*asked, "algorithm.m=3", out="together")
 
 
 def test_several_at_a_time_give_the_same_table(verb, tmp_path):

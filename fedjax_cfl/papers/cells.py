@@ -21,23 +21,24 @@ RESERVED_SETTINGS = {"run_dir", "seeds", "vectorize"}
 
 
 class Cell(NamedTuple):
-    """One run of a table; of a table that tunes, all trials and last runs of one method and data
-    set.
+    """One run of a table; where its seeds run together, all of them; of a table that tunes, all
+    trials and last runs of one method and data set.
     """
 
     row: str
     column: str  # "" where the table's columns are measures of one run
-    seed: int  # of a table that tunes the first
+    seed: int  # of several the first
     folder: Path
     overrides: list[str]
-    # of a table that tunes: the values tried, each as KEY=V1,V2, the seeds of the last runs, and
-    # of the trials where the row names them
+    # of a table that tunes: the values tried, each as KEY=V1,V2, and the seeds of the trials where
+    # the row names them
     grid: tuple[str, ...] = ()
-    seeds: tuple[int, ...] = ()
     trial_seeds: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()  # those that run together, of a table that tunes its last runs
 
     def __str__(self) -> str:
-        words = f"{len(self.seeds)} seeds, tuned" if self.seeds else f"seed {self.seed}"
+        words = f"{len(self.seeds)} seeds" if self.seeds else f"seed {self.seed}"
+        words += ", tuned" if self.grid else ""
         return ", ".join([self.row, *([self.column] if self.column else []), words])
 
 
@@ -95,7 +96,7 @@ def make_cells(
     whole table comes first.
 
     Rows that share their runs have one cell together, that of the row which owns them. A table
-    that tunes has one cell for all seeds.
+    that tunes has one cell for all seeds, as has one with `seeds: together` of several.
 
     Args: `name` is the experiment of conf/experiment that the runs share; `table` is that of
     `load_table`; `out` is the folder of all cells; `rows` and `columns` are names in the table,
@@ -103,7 +104,8 @@ def make_cells(
     """
     owners = list(dict.fromkeys(owner for row in rows for owner in source_rows(table, row)))
     seeds = list(seeds)
-    for seed in seeds[:1] if "tune" in table else seeds:
+    together = "tune" in table or (len(seeds) > 1 and table.get("seeds") == "together")
+    for seed in seeds[:1] if together else seeds:
         for row in owners:
             entry = table["rows"][row]
             for column in row_columns(table, row) if "columns" in table else [""]:
@@ -118,7 +120,10 @@ def make_cells(
                     grid = tuple(named.values())
                     tried = tuple(entry.get("trial_seeds", ()))
                     asked = [*overrides, *extra]
-                    yield Cell(row, column, seed, folder, asked, grid, tuple(seeds), tried)
+                    yield Cell(row, column, seed, folder, asked, grid, tried, tuple(seeds))
+                elif together:
+                    folder, asked = folder / f"seeds{len(seeds)}", [*overrides, *extra]
+                    yield Cell(row, column, seed, folder, asked, seeds=tuple(seeds))
                 else:
                     overrides += [f"seed={seed}", *extra]
                     yield Cell(row, column, seed, folder / f"seed{seed}", overrides)
@@ -179,11 +184,16 @@ def read_started(cell: Cell) -> tuple[list[str], list[int]] | None:
     """Returns the overrides with which a finished cell ran, and its seeds, None if it has not
     finished.
     """
-    if not cell.grid:
-        summary = read_summary(cell.folder)
-        return None if summary is None else (summary.get("overrides") or [], [cell.seed])
-    chosen = trials.read_chosen(cell.folder)
-    return None if chosen is None else (chosen["given"], chosen["seeds"])
+    if cell.grid:
+        chosen = trials.read_chosen(cell.folder)
+        return None if chosen is None else (chosen["given"], chosen["seeds"])
+    summaries = [read_summary(folder) for folder in list_runs(cell)]
+    if None in summaries:
+        return None
+    ran = summaries[0].get("overrides") or []
+    if cell.seeds:
+        ran = [text for text in ran if not text.startswith("seed=")]
+    return ran, list(cell.seeds) or [cell.seed]
 
 
 def has_run(cell: Cell) -> bool:
@@ -207,7 +217,9 @@ def has_run(cell: Cell) -> bool:
 
 def list_runs(cell: Cell) -> list[Path]:
     """Returns the directories of the runs that a finished cell shows, seeds in order."""
-    return trials.list_last_runs(cell.folder) if cell.grid else [cell.folder]
+    if cell.grid:
+        return trials.list_last_runs(cell.folder)
+    return [cell.folder / str(seed) for seed in cell.seeds] or [cell.folder]
 
 
 def find_finished(
@@ -224,8 +236,13 @@ def find_finished(
     seeds = sorted(int(name) for name in names if name.isdecimal())
     if "tune" in table:
         seeds = [0]  # one cell for all
-    for cell in make_cells(name, table, out, rows, None, seeds, extra):
-        started, asked = read_started(cell), [*cell.overrides, *cell.grid]
-        if started is not None and filter_overrides(started[0]) == filter_overrides(asked):
-            found.setdefault((cell.row, cell.column), []).extend(list_runs(cell))
+    counts = {path.name[5:] for place in places for path in place.glob("seeds*") if path.is_dir()}
+    several = sorted((int(count) for count in counts if count.isdecimal()), reverse=True)
+    for each in [*map(range, several), seeds]:  # of seeds that ran together and alone, the former
+        these: dict[tuple[str, str], list[Path]] = {}
+        for cell in make_cells(name, table, out, rows, None, each, extra):
+            started, asked = read_started(cell), [*cell.overrides, *cell.grid]
+            if started is not None and filter_overrides(started[0]) == filter_overrides(asked):
+                these.setdefault((cell.row, cell.column), []).extend(list_runs(cell))
+        found = these | found
     return found

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.cells import Cell
+from fedjax_cfl.papers.cells import Cell, list_runs
 from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
 
 PROGRAM = Path(__file__).resolve().with_name("cell_process.py")
@@ -52,7 +52,8 @@ def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
     """
     several = not alone and not any(text.startswith("devices=") for text in cell.overrides)
     devices = ["devices=1"] * several
-    arguments = [*cell.overrides, *devices, f"run_dir={cell.folder}"]
+    together = [f"seed={cell.seed}", f"seeds={len(cell.seeds)}"] if cell.seeds else []
+    arguments = [*cell.overrides, *together, *devices, f"run_dir={cell.folder}"]
     if cell.grid:
         seeds = ",".join(map(str, cell.seeds))
         arguments = ["tune", "--out", str(cell.folder), "--seeds", seeds]
@@ -154,7 +155,7 @@ def describe_progress(cell: Cell) -> str:
     if cell.grid:
         return f"{sum(1 for _ in cell.folder.rglob(SUMMARY_FILE))} runs"
     try:
-        written = (cell.folder / METRICS_FILE).read_bytes()
+        written = (list_runs(cell)[0] / METRICS_FILE).read_bytes()
     except FileNotFoundError:
         written = b""
     rounds = [b"0", *re.findall(rb'^{"round": (\d+)', written, re.MULTILINE)]
