@@ -19,14 +19,6 @@ import pyarrow.json
 import pyarrow.parquet
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.arrow_files import (
-    is_binary,
-    is_list,
-    is_number,
-    is_text,
-    storage_type,
-    unwrap,
-)
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import (
@@ -119,7 +111,7 @@ def read_jsonl(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
 
 def find_jsonl_kinds(path: Path) -> dict[str, Kind]:
     """Returns the kind of every column of a file with a JSON object in each line, by name."""
-    return {field.name: _kind_of_type(field.type) for field in _parse_jsonl(path).schema}
+    return {field.name: kind_of_type(field.type) for field in _parse_jsonl(path).schema}
 
 
 def _parse_jsonl(path: Path) -> pa.Table:
@@ -179,12 +171,10 @@ def find_parquet_kinds(path: Path) -> dict[str, Kind]:
     with _open_parquet(path, []) as file:
         schema = file.schema_arrow
         check_columns(path, schema.names)
-        if file.metadata.num_rows < 1:
-            raise InputError(f"{path}: table has no rows, expected one a sample")
-        return {field.name: _kind_of_type(field.type) for field in schema}
+        return {field.name: kind_of_type(field.type) for field in schema}
 
 
-def _kind_of_type(type_: pa.DataType) -> Kind:
+def kind_of_type(type_: pa.DataType) -> Kind:
     """Returns the kind of a column of a type of Arrow."""
     type_, kinds = storage_type(type_), pa.types
     if is_number(type_) or kinds.is_decimal(type_):
@@ -241,3 +231,38 @@ def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: li
             f" {readers.MAX_UNPACKED_BYTES}; name fewer in x, or store x.npy for"
             " dataset=npy, which stays on the disk"
         )
+
+
+def storage_type(type: pa.DataType) -> pa.DataType:
+    """Returns how values are stored: without extensions, those of a dictionary as its words."""
+    type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
+    return type.value_type if pa.types.is_dictionary(type) else type
+
+
+def unwrap(array: pa.Array) -> pa.Array:
+    """Returns the storage of an array of an extension type, other arrays as they are."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def is_text(type: pa.DataType) -> bool:
+    """Returns whether values are text, also as a dictionary of few distinct words."""
+    kinds, type = pa.types, storage_type(type)
+    return kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_string_view(type)
+
+
+def is_binary(type: pa.DataType) -> bool:
+    """Returns whether values are bytes."""
+    kinds = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_list(type: pa.DataType) -> bool:
+    """Returns whether values are lists."""
+    kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_number(type: pa.DataType) -> bool:
+    """Returns whether values are integers, floats or booleans."""
+    kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return any(is_kind(type) for is_kind in kinds)
