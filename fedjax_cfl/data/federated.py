@@ -60,8 +60,15 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
         )
-    check_training(holdings._replace(owner=owner, test=test.astype(bool)))
-    return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
+    test = test.astype(bool)
+    if test.all():
+        alone = owner.size and np.bincount(owner).max() == 1
+        reason = ", for each has one sample, which is for testing" if alone else ""
+        raise InputError(
+            f"partition: no client holds a training sample{reason}, expected at least one; give"
+            " clients two samples or more, or mark training samples with 0 in a split"
+        )
+    return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test)
 
 
 def check_classes(num_classes: int, what: str, remedy: str) -> None:
@@ -77,19 +84,6 @@ def describe_targets(data: FederatedData) -> str:
     if data.num_classes:
         return f"{data.num_classes:,} classes"
     return "numbers to regress" if data.y.ndim == 1 else f"{data.y.shape[1]} labels a sample"
-
-
-def check_training(holdings: Partition) -> None:
-    """Raises InputError where no client holds a training sample, and says why."""
-    owner = holdings.owner
-    if len(owner) and not holdings.test.all():
-        return
-    alone = len(owner) and np.bincount(owner).max() == 1
-    reason = ", for each has one sample, which is for testing" if alone else ""
-    raise InputError(
-        f"partition: no client holds a training sample{reason}, expected at least one; give"
-        " clients two samples or more, or mark training samples with 0 in a split"
-    )
 
 
 def federate(
@@ -148,7 +142,7 @@ def federate(
         sample=sample,
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
-        client_names=known_names(holdings),
+        client_names=holdings.client_names and ClientNames(holdings.client_names),
         class_names=pool.class_names,
     )
 
@@ -212,11 +206,6 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
     return np.where(shared, -1, time[holdings.sample])
 
 
-def known_names(holdings: Partition) -> ClientNames | None:
-    """Returns the names of the clients, None where the source gives none."""
-    return None if holdings.client_names is None else ClientNames(holdings.client_names)
-
-
 def check_writable(what: str, names: Iterable[object] | None) -> None:
     """Raises InputError for a name that no file of a run can hold: before the training."""
     for name in map(str, names or ()):
@@ -250,7 +239,7 @@ def federate_on_host(
         test=test,
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
-        client_names=known_names(holdings),
+        client_names=holdings.client_names and ClientNames(holdings.client_names),
         class_names=pool.class_names,
     )
 
