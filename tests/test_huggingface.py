@@ -127,9 +127,8 @@ def test_splits(tmp_path):
     turned = save_dict(tmp_path / "c", test=test, train=rows())
     assert huggingface(turned).test.tolist() in ([False] * 4 + [True], [True] + [False] * 4)
     for wrong in (["train", "val"], [], ["test", "test"]):
-        one_line(
-            "expected one or more of train, validation, test", huggingface, three, splits=wrong
-        )
+        error = one_line(f"splits={wrong}, expected", huggingface, three, splits=wrong)
+        assert "splits are train, validation, test, and" in error
     one_line("has splits of its own", huggingface, tmp_path / "a", split="label")
 
 

@@ -64,7 +64,6 @@ def _files() -> tuple[list[Path], Path]:
 
 
 def _faces(path: Path, user: str, held: object) -> tuple[list[str], list[int]]:
-    """Returns the image files and labels of one user of a LEAF file."""
     said = f"{path}: user {shorten(user)}"
     names, labels = user_lists(path, user, held)
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):

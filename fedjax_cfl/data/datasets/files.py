@@ -211,7 +211,6 @@ def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
 
 
 def _map_array(path: Path) -> np.ndarray:
-    """Returns a file's array, memory-mapped."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
             raise OSError("not a regular file")

@@ -213,7 +213,6 @@ def _essence(source: Source, name: str) -> tuple[Any, Any]:
 def _find_kinds(
     root: Path, first: Source, samples: list[str], roles: dict[str, str], num_classes: int | None
 ) -> dict[str, str]:
-    """Returns what the columns in use hold. Raises InputError for what their roles do not allow."""
     kinds = {}
     for role, name in [*(("x", name) for name in samples), *roles.items()]:
         type_ = first.schema.field(name).type
@@ -236,7 +235,6 @@ def _make_pool(
     for_testing: str | None,
     num_classes: int | None,
 ) -> Pool:
-    """Returns the pool of all files' rows."""
     root, first, kinds = table.path, sources[0], table.find_kinds(table.shards[0])
     numbers = {f"x[{name}]": name for name in samples if kinds[name] == "numbers"}
     lists = [name for name in [*samples, roles["y"]] if kinds[name] == "lists"]
@@ -274,7 +272,6 @@ def _make_pool(
 def _join_samples(
     first: Source, samples: list[str], found: dict[str, np.ndarray | Words]
 ) -> np.ndarray:
-    """Returns samples [N, ...] of a column of arrays or lists, or of columns side by side."""
     columns = []
     for name in samples:
         x, feature = np.asarray(found[name]), first.features.get(name)

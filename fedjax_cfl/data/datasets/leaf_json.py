@@ -45,7 +45,6 @@ def read_users(
 
 
 def _shards(path: Path) -> list[Path]:
-    """Returns the JSON files of a folder in order of name, or the file itself."""
     if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
     names = list_folder(path, "a readable folder of LEAF shards")

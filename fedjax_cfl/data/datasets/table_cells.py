@@ -51,12 +51,10 @@ def _refuse_missing(place: Place, missing: np.ndarray, rows: int = 1) -> None:
 
 
 def _find_nulls(cells: pa.Array) -> np.ndarray:
-    """Returns which cells are null or NaN [n] bool."""
     return cells.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
 
 
 def _find_gaps(cells: pa.Array) -> np.ndarray:
-    """Returns which cells of text say that there is no value [n] bool."""
     empty = pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING, cells.type))
     return pc.or_(cells.is_null(), empty).to_numpy(zero_copy_only=False)
 
@@ -107,7 +105,6 @@ def read_numbers(place: Place, cells: pa.Array, remedy: str = NO_FEATURE) -> np.
 
 
 def _read_lists(place: Place, cells: pa.Array) -> np.ndarray:
-    """Returns lists of lists [n, ...], as long as each other at every level."""
     rows, shape = len(cells), []
     while is_list(cells.type) and len(cells) and len(shape) < MOST_DIMENSIONS:
         each = max(math.prod(shape), 1)
@@ -210,8 +207,3 @@ def join_parts(
     rank = np.empty(len(known), np.int32)
     rank[[known[word] for word in order]] = np.arange(len(order), dtype=np.int32)
     return Words(order, rank[joined])
-
-
-def count_rows(column: np.ndarray | Words) -> int:
-    """Returns the number of rows of a column."""
-    return len(column.number if isinstance(column, Words) else column)

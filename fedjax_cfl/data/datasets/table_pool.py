@@ -13,7 +13,6 @@ from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.table_cells import (
     Place,
     Words,
-    count_rows,
     join_parts,
     number_words,
     read_features,
@@ -84,8 +83,9 @@ def read_pool(
     if several:
         parts["y"] = _stack_features([parts.pop(f"y[{place}]") for place in range(len(several))])
     if with_images and stack:
-        rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
-        x = stack(iterate_images(table, features[0]), rows)
+        one = next(iter(roles.values()), features[0])  # a column with as many rows
+        batches = (batch for shard in table.shards for batch in table.read(shard, [one]))
+        x = stack(iterate_images(table, features[0]), sum(map(len, batches)))
     else:
         x = _stack_features([found[name] for name in features])
     return assemble_pool(path, x, parts, num_classes)
@@ -131,7 +131,6 @@ def _choose_features(
 
 
 def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...]) -> None:
-    """Raises InputError for columns that are no features, and for images or lists among others."""
     for name, kind in kinds.items():
         if kind in ("lists", "images") and len(kinds) > 1:
             raise InputError(
@@ -186,11 +185,6 @@ def read_columns(
     return {name: join_parts(table.path, name, parts.pop(name), known[name]) for name in wanted}
 
 
-def _count(table: Table, name: str) -> int:
-    """Returns the number of rows of a table, by one of its columns."""
-    return sum(batch.num_rows for shard in table.shards for batch in table.read(shard, [name]))
-
-
 def iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
     """Yields (what a message calls it, content) of the images in a column."""
     for shard in table.shards:
@@ -214,13 +208,10 @@ def iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _stack_features(columns: list[np.ndarray | Words]) -> np.ndarray:
-    """Returns features [N, F] float32, or those of a column of lists [N, ...]."""
     if len(columns) == 1 and isinstance(columns[0], np.ndarray) and columns[0].ndim > 1:
         return columns[0]
-    x = np.empty((count_rows(columns[0]), len(columns)), np.float32)
-    for j, column in enumerate(columns):
-        x[:, j] = column.number if isinstance(column, Words) else column
-    return x
+    numbers = [column.number if isinstance(column, Words) else column for column in columns]
+    return np.stack(numbers, axis=1, dtype=np.float32)
 
 
 def assemble_pool(
@@ -274,7 +265,6 @@ def _as_numbers(
 
 
 def _read_split(path: str, column: np.ndarray | Words) -> np.ndarray:
-    """Returns 0 for training and 1 for testing [N]."""
     if not isinstance(column, Words):
         return column
     for number, word in enumerate(column.words):

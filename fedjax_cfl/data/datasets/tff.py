@@ -123,7 +123,6 @@ def make_pool(
 
 
 def _find_files(path: Path) -> tuple[Path, Path | None]:
-    """Returns the file to read and the one for testing, if there is one."""
     if os.path.isdir(path):
         names = [name for name in list_folder(path) if name.endswith(TRAIN) and name[0] != "."]
         if len(names) != 1:
@@ -208,7 +207,6 @@ def collect(
 def _number_clients(
     file: Path, parts: list[Examples], test_clients: TestClients | None
 ) -> tuple[list[str], np.ndarray]:
-    """Returns the names of all clients in order, and the number of each client of each part."""
     train, test = parts[0].clients, [name for part in parts[1:] for name in part.clients]
     shared = set(train) & set(test)
     if test_clients is None and any(name.isdigit() for name in shared):
