@@ -142,7 +142,7 @@ def federate(
         sample=sample,
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
-        client_names=holdings.client_names and ClientNames(holdings.client_names),
+        client_names=known_names(holdings),
         class_names=pool.class_names,
     )
 
@@ -206,6 +206,11 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
     return np.where(shared, -1, time[holdings.sample])
 
 
+def known_names(holdings: Partition) -> ClientNames | None:
+    """Returns the names of the clients, None where the source gives none."""
+    return None if holdings.client_names is None else ClientNames(holdings.client_names)
+
+
 def check_writable(what: str, names: Iterable[object] | None) -> None:
     """Raises InputError for a name that no file of a run can hold: before the training."""
     for name in map(str, names or ()):
@@ -239,7 +244,7 @@ def federate_on_host(
         test=test,
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
-        client_names=holdings.client_names and ClientNames(holdings.client_names),
+        client_names=known_names(holdings),
         class_names=pool.class_names,
     )
 

@@ -13,7 +13,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from fedjax_cfl.data.datasets.readers import list_names, open_unpacked, report_d
 from fedjax_cfl.data.datasets.tf_example import read_example
 from fedjax_cfl.data.datasets.tff import (
     Examples,
-    Name,
     TestClients,
     choose_features,
     collect,
@@ -31,9 +30,8 @@ from fedjax_cfl.data.datasets.tff import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, each, or_none
+from fedjax_cfl.validation import OptionalText, OptionalTexts, PositiveInt, check_arguments
 
-Names = Annotated[list[str] | None, or_none(each(TEXT))]
 Features = dict[str, Any]
 TABLES = {
     "examples": ["split_name", "client_id", "serialized_example_proto"],  # TFF
@@ -60,9 +58,9 @@ Row = tuple[str, np.ndarray, np.ndarray]  # a client, some of its samples, and t
 
 def federated_sqlite(
     path: str | Path,
-    x: Name = None,
-    y: Name = None,
-    splits: Names = None,
+    x: OptionalText = None,
+    y: OptionalText = None,
+    splits: OptionalTexts = None,
     test_clients: TestClients | None = None,
     num_classes: PositiveInt | None = None,
 ) -> Pool:

@@ -75,7 +75,8 @@ def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
                 f"{said} has samples of shape {x.shape[1:]}, expected {first.shape[1:]} as in"
                 " other users"
             )
-    x, y = (np.concatenate([part[i] for part in held]) for i in (1, 2))
+    x = np.concatenate([x for _, x, _, _ in held])
+    y = np.concatenate([y for _, _, y, _ in held])
     names = sorted({user for user, *_ in held})
     number = {user: place for place, user in enumerate(names)}
     client = np.repeat([number[user] for user, *_ in held], [len(y) for _, _, y, _ in held])
@@ -236,12 +237,15 @@ def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None
         return check_pool(pool, path)
     ids, client = number_clients(path, arrays["client"], len(y))
     names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
-    return check_pool(
-        pool._replace(
-            client=client, client_names=names, concept=_concepts(path, arrays.get("concept"), ids)
-        ),
-        path,
-    )
+    if (concept := arrays.get("concept")) is not None:
+        if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
+            raise InputError(
+                f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
+                f" ({len(ids)},) integers or text, one entry a client in the sorted order of the"
+                " ids"
+            )
+        concept = number_owners(concept)
+    return check_pool(pool._replace(client=client, client_names=names, concept=concept), path)
 
 
 def _count_classes(path: str, num_classes: int | None) -> int:
@@ -334,15 +338,3 @@ def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndar
         client = client.astype(np.int64)
     ids, number = np.unique(client, return_inverse=True)
     return ids, number.astype(np.int32)
-
-
-def _concepts(path: str, concept: np.ndarray | None, ids: np.ndarray) -> np.ndarray | None:
-    """Returns the true group of each client [K] int32, None if the file names none."""
-    if concept is None:
-        return None
-    if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
-        raise InputError(
-            f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
-            f" ({len(ids)},) integers or text, one entry a client in the sorted order of the ids"
-        )
-    return number_owners(concept)

@@ -9,10 +9,16 @@ from fedjax_cfl.data.datasets.huggingface_folder import Part, find_parts
 from fedjax_cfl.data.datasets.pool import choose_splits
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, NaturalInt, Rule, check_arguments, each, or_none
+from fedjax_cfl.validation import (
+    TEXT,
+    NaturalInt,
+    OptionalText,
+    OptionalTexts,
+    Rule,
+    check_arguments,
+    each,
+)
 
-Name = Annotated[str | None, or_none(TEXT)]
-Names = Annotated[list[str] | None, or_none(each(TEXT))]
 ONE_OR_MORE = Rule(
     "null, the name of a column, or a list of names",
     lambda value: value is None or TEXT.holds(value) or (each(TEXT).holds(value) and bool(value)),
@@ -22,11 +28,11 @@ ONE_OR_MORE = Rule(
 def huggingface(
     path: str | Path,
     x: Annotated[str | list[str] | None, ONE_OR_MORE] = None,
-    y: Name = None,
-    client: Name = None,
-    time: Name = None,
-    split: Name = None,
-    splits: Names = None,
+    y: OptionalText = None,
+    client: OptionalText = None,
+    time: OptionalText = None,
+    split: OptionalText = None,
+    splits: OptionalTexts = None,
     num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns a data set in a folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk`

@@ -17,7 +17,7 @@ from fedjax_cfl.data.datasets.huggingface_folder import Part, parse_json, read_f
 from fedjax_cfl.data.datasets.image_files import stack_images
 from fedjax_cfl.data.datasets.readers import list_names, shorten
 from fedjax_cfl.data.datasets.table_cells import Words
-from fedjax_cfl.data.datasets.table_files import kind_of_type
+from fedjax_cfl.data.datasets.table_files import Kind, kind_of_type
 from fedjax_cfl.data.datasets.table_pool import (
     Table,
     assemble_pool,
@@ -212,8 +212,8 @@ def _essence(source: Source, name: str) -> tuple[Any, Any]:
 
 def _find_kinds(
     root: Path, first: Source, samples: list[str], roles: dict[str, str], num_classes: int | None
-) -> dict[str, str]:
-    kinds = {}
+) -> dict[str, Kind]:
+    kinds: dict[str, Kind] = {}
     for role, name in [*(("x", name) for name in samples), *roles.items()]:
         type_ = first.schema.field(name).type
         kinds[name] = kind_of_type(type_)
@@ -256,7 +256,7 @@ def _make_pool(
         if for_testing is not None:
             parts["split"] = np.repeat([s.part.split == for_testing for s in sources], rows)
         if first.part.partition is not None and "client" not in roles:
-            parts["client"] = np.repeat([s.part.partition for s in sources], rows)
+            parts["client"] = np.repeat(np.array([s.part.partition for s in sources]), rows)
     if kinds[samples[0]] == "images":
         stack = partial(stack_images, f"{root}: column {samples[0]}", remedies=REMEDIES)
         x = stack(iterate_images(table, samples[0]), len(parts["y"]))
@@ -275,7 +275,7 @@ def _join_samples(
     columns = []
     for name in samples:
         x, feature = np.asarray(found[name]), first.features.get(name)
-        shape = feature.get("shape") if _kind(feature) in ARRAYS else None
+        shape = dict(feature or {}).get("shape") if _kind(feature) in ARRAYS else None
         wanted = shape if isinstance(shape, list) else x.shape[1:]
         if len(wanted) != x.ndim - 1 or any(
             n not in (None, own) for n, own in zip(wanted, x.shape[1:], strict=True)

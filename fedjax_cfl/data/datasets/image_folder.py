@@ -18,7 +18,7 @@ from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
 from fedjax_cfl.data.datasets.table import OptionalName
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, check_arguments, or_none
+from fedjax_cfl.validation import TEXT, OptionalText, check_arguments
 
 Layout = Literal[
     "class", "split/class", "user/class", "class/user", "split/user/class", "user/split/class",
@@ -45,7 +45,7 @@ def image_folder(
     size: Annotated[list[int] | None, IMAGE_SIZE] = None,
     mode: Mode = "auto",
     train: Annotated[str, TEXT] = "train",
-    test: Annotated[str | None, or_none(TEXT)] = "test",
+    test: OptionalText = "test",
     y: OptionalName = None,
     client: OptionalName = None,
 ) -> Pool:

@@ -8,7 +8,7 @@ import os
 import string
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from fedjax_cfl.data.datasets.pool import name_clients, number_names, sort_names
 from fedjax_cfl.data.datasets.readers import list_folder, list_names, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, or_none
+from fedjax_cfl.validation import OptionalText, PositiveInt, check_arguments
 
-Name = Annotated[str | None, or_none(TEXT)]
 TestClients = Literal["same", "own"]
 SAMPLES = ("pixels", "image")  # their features, in well-known data sets
 TRAIN, TEST = "_train.h5", "_test.h5"
@@ -55,8 +54,8 @@ class Examples(NamedTuple):
 
 def tff_hdf5(
     path: str | Path,
-    x: Name = None,
-    y: Name = None,
+    x: OptionalText = None,
+    y: OptionalText = None,
     test_clients: TestClients | None = None,
     num_classes: PositiveInt | None = None,
 ) -> Pool:
