@@ -130,6 +130,8 @@ Trim = Annotated[
 
 FLAG = Rule("true or false", lambda value: isinstance(value, bool))
 TEXT = Rule("text", lambda value: isinstance(value, str) and bool(value))
+OptionalText = Annotated[str | None, or_none(TEXT)]
+OptionalTexts = Annotated[list[str] | None, or_none(each(TEXT))]
 LIST = Rule("a list, as [1,2]", lambda value: isinstance(value, list))
 ANYTHING = Rule("anything", lambda value: True)
 

@@ -24,15 +24,10 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, parse_flags
 from fedjax_cfl.cli.names import check_names, default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
-from fedjax_cfl.data.datasets.arrow_files import read_columns
+from fedjax_cfl.data.datasets.arrow_files import read_batches
 from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf
-from fedjax_cfl.data.datasets.huggingface_columns import (
-    Column,
-    read_clients,
-    read_labels,
-    read_samples,
-)
+from fedjax_cfl.data.datasets.table_pool import Table, read_columns
 from fedjax_cfl.errors import InputError
 
 # of each test of a reader, and of the one of command lines, which is slower
@@ -91,11 +86,8 @@ def database():
 
 def read_table(path):
     """Reads all that `huggingface` would read of a file."""
-    held = {
-        name: Column(f"{path}: {name}", values, None)
-        for name, values in read_columns(path, ["x", "y", "c"]).items()
-    }
-    read_samples([held["x"]]), read_labels(held["y"]), read_clients(held["c"])
+    table = Table(path, [path], lambda path: {}, read_batches, trim=False)
+    read_columns(table, {"y": "y", "client": "c"}, ["x"], set())
 
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])

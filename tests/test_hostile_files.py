@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_cfl.data.datasets import download, files, images, leaf_json, readers
+from fedjax_cfl.data.datasets import download, files, images, readers
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY
 from fedjax_cfl.data.datasets.files import npz
 from fedjax_cfl.data.datasets.images import FASHION, fashion_mnist, femnist, mnist
@@ -363,7 +363,7 @@ def test_unusual_but_good(name, tmp_path):
     assert pool.y.dtype == np.int32 and len(pool.y) == 4
 
 
-@pytest.mark.parametrize("read", [readers.read_idx, leaf_json.read_leaf, npz, files.leaf])
+@pytest.mark.parametrize("read", [readers.read_idx, npz, files.leaf])
 def test_no_regular_file(read, tmp_path):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "nothing").symlink_to(tmp_path / "nowhere")

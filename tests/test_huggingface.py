@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -13,9 +14,9 @@ import pytest
 from conftest import one_line
 from PIL import Image
 
-from fedjax_cfl.data.datasets import arrow_files, image_files, readers
+from fedjax_cfl.data.datasets import image_files, readers
 from fedjax_cfl.data.datasets.huggingface import huggingface
-from fedjax_cfl.data.datasets.huggingface_columns import Column, read_samples
+from fedjax_cfl.data.datasets.table_cells import Place, read_features
 
 IMAGE = {"_type": "Image"}
 LABEL = {"names": ["dog", "cat"], "_type": "ClassLabel"}
@@ -126,9 +127,8 @@ def test_splits(tmp_path):
     turned = save_dict(tmp_path / "c", test=test, train=rows())
     assert huggingface(turned).test.tolist() in ([False] * 4 + [True], [True] + [False] * 4)
     for wrong in (["train", "val"], [], ["test", "test"]):
-        one_line(
-            "expected one or more of train, validation, test", huggingface, three, splits=wrong
-        )
+        error = one_line(f"splits={wrong}, expected", huggingface, three, splits=wrong)
+        assert "splits are train, validation, test, and" in error
     one_line("has splits of its own", huggingface, tmp_path / "a", split="label")
 
 
@@ -137,7 +137,12 @@ def test_a_column_of_splits(tmp_path):
         folder = save(tmp_path / str(values[0]), rows(part=pa.array(values)))
         assert huggingface(folder, split="part").test.tolist() == [False, True] * 2
     folder = save(tmp_path / "a", rows(part=pa.array(["train", "validation"] * 2)))
-    one_line("'validation' somewhere, expected train or test", huggingface, folder, split="part")
+    one_line(
+        "split is 'validation' in sample 1, expected train or test",
+        huggingface,
+        folder,
+        split="part",
+    )
 
 
 @pytest.mark.parametrize(
@@ -291,10 +296,8 @@ def test_lists_of_a_fixed_length(feature, column, tmp_path):
 def test_slices_of_arrays():
     """Whose buffers begin earlier: files have none, batches of Parquet may."""
     for array in (NESTED, pa.FixedSizeListArray.from_arrays(pa.array(VALUES.ravel()), 6)):
-        column = Column("x", pa.chunked_array([array.slice(1, 2)]), None)
-        np.testing.assert_array_equal(
-            read_samples([column]).reshape(2, 6), VALUES[1:3].reshape(2, 6)
-        )
+        x = read_features(Place(Path("x"), "x", 1, "."), array.slice(1, 2))
+        np.testing.assert_array_equal(x.reshape(2, 6), VALUES[1:3].reshape(2, 6))
 
 
 WIDE = (np.arange(6).reshape(2, 3) * 13107).astype(np.uint16)
@@ -326,13 +329,13 @@ def test_kinds_of_images(content, pixels, tmp_path):
 
 
 BAD_IMAGES = {
-    "null": (None, "in row 3 is null"),
-    "no image": (b"hello", "in row 3: image cannot be read"),
-    "cut": (encode(COLOURS[..., 0])[:-30], "in row 3: image cannot be"),
+    "null": (None, "in row 4 (the first is 1) has no bytes"),
+    "no image": (b"hello", "in row 4: image cannot be read"),
+    "cut": (encode(COLOURS[..., 0])[:-30], "in row 4: image cannot be"),
     "larger": (encode(np.zeros((3, 3), np.uint8)), "row[\"image\"].resize((3,2))})"),
     "coloured": (encode(COLOURS), "images are grey ("),
     "transparent": (encode(np.zeros((2, 3, 4), np.uint8)), "it is transparent"),
-    "a GIF": (encode(PIXELS[0], "GIF"), "in row 3: image cannot be read"),
+    "a GIF": (encode(PIXELS[0], "GIF"), "in row 4: image cannot be read"),
     "32 bits": (encode(Image.fromarray(WIDE.astype(np.int32)), "TIFF"), "pixels are I, neither"),
 }  # fmt: skip
 
@@ -355,7 +358,9 @@ def test_paths_of_images_are_not_followed(tmp_path):
     (tmp_path / "a.png").write_bytes(encode(PIXELS[0]))
     paths = [{"bytes": None, "path": str(tmp_path / "a.png")}] * 4
     folder = save(tmp_path / "a", rows(image=pa.array(paths, STRUCT)))
-    one_line("has paths but no bytes in 4 rows, expected embedded images", huggingface, folder)
+    one_line(
+        "in row 1 (the first is 1) has no bytes, at most a path, expected", huggingface, folder
+    )
 
 
 def test_text_may_be_stored_as_views(tmp_path):
@@ -376,7 +381,7 @@ TABLES = {
     "no label": (
         {"label": pa.array([0, 1, None, 0])},
         {},
-        "label is null in row 2, expected labels",
+        "label has no value in row 3 (the first is 1), expected one",
     ),
     "a class too many": (
         {"label": pa.array([0, 1, 2, 0])},
@@ -396,7 +401,7 @@ TABLES = {
     "no owner": (
         {"writer_id": pa.array(["a", None, "b", "a"])},
         {"client": "writer_id"},
-        "null in row 1",
+        "writer_id has no value in row 2",
     ),
     "owners in lists": (
         {"writer_id": pa.array([[1]] * 4)},
@@ -405,18 +410,22 @@ TABLES = {
     ),
     "no such column": ({}, {"x": "img"}, "column 'img' is missing, expected one of image"),
     "no such label": ({}, {"y": "labels"}, "column 'labels' is missing, expected one of image"),
-    "null in x": ({"image": pa.array([1, None, 2, 3])}, {"x": "image"}, "image is null in row 1"),
+    "null in x": (
+        {"image": pa.array([1, None, 2, 3])},
+        {"x": "image"},
+        "image has no value in row 2",
+    ),
     "lists of two lengths": (
         {"image": pa.array([[1], [1, 2], [1], [1]])},
         {"x": "image"},
-        "lists of 1 and 2",
+        "lists of 1 and, in row 2 (the first is 1), of 2 values",
     ),
     "empty lists": (
         {"image": pa.array([[]] * 4, pa.list_(pa.int8()))},
         {"x": "image"},
-        "without values",
+        "at least one feature",
     ),
-    "null in a list": ({"image": pa.array([[1, None]] * 4)}, {"x": "image"}, "null in row 1"),
+    "null in a list": ({"image": pa.array([[1, None]] * 4)}, {"x": "image"}, "no value in row 1"),
     "only nulls": ({"image": pa.nulls(4)}, {"x": "image"}, "type null, expected numbers"),
     "views": ({"image": pa.array([[1]] * 4, pa.list_view(pa.int8()))}, {"x": "image"}, "list_view"),
     "half a client": (
@@ -428,7 +437,7 @@ TABLES = {
     "several columns of images": (
         {},
         {"x": ["image", "label"]},
-        "column image has samples of shape (2, 3)",
+        "column image holds images, expected it as the only one of x",
     ),
     "a regression": (
         {"label": pa.array([0.5, 1.5, 2, 3])},
@@ -572,15 +581,19 @@ def test_damaged_and_hostile_files(tmp_path, monkeypatch):
     for content in (b"", b"PAR1", whole[:-20], whole[: len(whole) // 2]):
         parquet.write_bytes(content)
         one_line("train.parquet: file cannot be read", huggingface, tmp_path / "b")
-    # a million rows of one long text take few bytes in the file
+    # rows of one long text take few bytes in the file, and in memory
     monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**22)
-    monkeypatch.setattr(arrow_files, "BATCH_ROWS", 16)
     long = pa.array(["z" * 2**16] * 1000).dictionary_encode().cast(pa.string())
     table = pa.table({"x": np.zeros(1000), "y": np.arange(1000) % 2, "c": long})
     pq.write_table(table, parquet)
     assert parquet.stat().st_size < 2**18
-    one_line("are read; split it", huggingface, tmp_path / "b", x="x", y="y", client="c")
-    assert len(huggingface(tmp_path / "b", x="x", y="y").y) == 1000  # other columns are never read
+    assert huggingface(tmp_path / "b", x="x", y="y", client="c").client_names == ("z" * 2**16,)
+    many = pa.table({"x": np.zeros(2**19), "y": np.zeros(2**19, np.int8), "c": np.arange(2**19)})
+    pq.write_table(many, parquet)
+    assert parquet.stat().st_size < 2**23
+    one_line("columns take", huggingface, tmp_path / "b", x="x", y="y", client="c")
+    monkeypatch.setattr(readers, "MAX_UNPACKED_BYTES", 2**22 + 2**20)
+    assert len(huggingface(tmp_path / "b", x="x", y="y").y) == 2**19  # others are never read
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.data import datasets
-from fedjax_cfl.data.datasets.leaf_json import CHARACTERS, read_leaf
+from fedjax_cfl.data.datasets.leaf_json import CHARACTERS
 from fedjax_cfl.data.datasets.readers import read_idx, read_npz
 from fedjax_cfl.errors import InputError
 
@@ -95,13 +95,13 @@ def test_leaf_file_folder_and_order(tmp_path):
         gzip.compress(json.dumps(leaf(c=([], []), a=([[5, 6]], [2]))).encode())
     )
     (tmp_path / "notes.txt").write_text("not a shard")
-    x, y, client, users = read_leaf(tmp_path)
-    assert users == ["a", "b", "c"] and x.dtype == np.float32 and client.dtype == np.int32
-    np.testing.assert_array_equal(x, [[5, 6], [1, 2], [3, 4]])
-    np.testing.assert_array_equal(y, [2, 0, 1])
-    np.testing.assert_array_equal(client, [0, 1, 1])
-    np.testing.assert_array_equal(read_leaf([tmp_path / "1.json", tmp_path / "2.json.gz"])[0], x)
-    assert read_leaf(str(tmp_path / "1.json"))[3] == ["b"]
+    pool = datasets.leaf(tmp_path)
+    assert pool.client_names == ("a", "b")  # c has no samples
+    assert pool.x.dtype == np.float32 and pool.client.dtype == np.int32
+    np.testing.assert_array_equal(pool.x, [[5, 6], [1, 2], [3, 4]])
+    np.testing.assert_array_equal(pool.y, [2, 0, 1])
+    np.testing.assert_array_equal(pool.client, [0, 1, 1])
+    assert datasets.leaf(str(tmp_path / "1.json")).client_names == ("b",)
 
 
 GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
@@ -135,7 +135,7 @@ GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
 )
 def test_bad_leaf(tmp_path, content, says):
     (tmp_path / "f.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    fails(says, tmp_path / "f.json", read_leaf, tmp_path / "f.json")
+    fails(says, tmp_path / "f.json", datasets.leaf, tmp_path / "f.json")
 
 
 def test_a_file_that_contradicts_itself_is_read_and_said(tmp_path, capsys):
@@ -144,8 +144,9 @@ def test_a_file_that_contradicts_itself_is_read_and_said(tmp_path, capsys):
     bare = {"user_data": GOOD["user_data"]}
     for content, said in ((stated, True), (bare, False), (GOOD, False)):
         (tmp_path / "f.json").write_text(json.dumps(content))
-        x, y, _, users = read_leaf(tmp_path / "f.json")
-        assert x.tolist() == [[1, 2], [3, 4]] and y.tolist() == [0, 1] and users == ["a", "b"]
+        pool = datasets.leaf(tmp_path / "f.json")
+        assert pool.x.tolist() == [[1, 2], [3, 4]] and pool.y.tolist() == [0, 1]
+        assert pool.client_names == ("a", "b")
         error = capsys.readouterr().err
         assert ("not what is there for 1 of 2 users, first 'a' with 80 for 1" in error) == said
         assert error.count("\n") == said
@@ -169,13 +170,13 @@ def test_windows_of_text_are_numbers_of_characters(tmp_path, capsys):
 
 
 def test_bad_leaf_files(tmp_path):
-    fails("no *.json", tmp_path, read_leaf, tmp_path)
-    fails("cannot be read", tmp_path / "absent.json", read_leaf, tmp_path / "absent.json")
+    fails("no *.json", tmp_path, datasets.leaf, tmp_path)
+    fails("cannot be read", tmp_path / "absent.json", datasets.leaf, tmp_path / "absent.json")
     for name in ("1.json", "2.json"):
         (tmp_path / name).write_text(json.dumps(GOOD))
-    fails("user 'a' is also in", tmp_path / "2.json", read_leaf, tmp_path)
+    fails("user 'a' is also in", tmp_path / "2.json", datasets.leaf, tmp_path)
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(GOOD).encode())[:-8])
-    fails("gzip", tmp_path / "cut.json.gz", read_leaf, tmp_path / "cut.json.gz")
+    fails("gzip", tmp_path / "cut.json.gz", datasets.leaf, tmp_path / "cut.json.gz")
 
 
 def fails(says, path, function, *args):

@@ -130,7 +130,7 @@ def test_one_program_equals_step_by_step():
 
 def test_buckets_hold_all_samples_of_their_labels():
     for intervals in (3, 8):
-        data, interval = traces.deal_labels(KEY, make_data(), Window(intervals, 1, 1))
+        data, interval = traces.deal_labels(KEY, make_data(), intervals)
         own = (np.asarray(data.time) >= 0) & (np.asarray(data.owner) >= 0)
         owner, y, interval = (np.asarray(a)[own] for a in (data.owner, data.y, interval))
         for k in range(K - 1):

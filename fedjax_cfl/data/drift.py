@@ -92,7 +92,9 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
-        one, two = _swap_ids(real & (drawn.coin < p), first, second, data.num_clients)
+        swaps = real & (drawn.coin < p)
+        # K in place of clients that do not swap, where a scatter drops them
+        one, two = (jnp.where(swaps, who, data.num_clients) for who in (first, second))
         heir = clients.at[one].set(second, mode="drop").at[two].set(first, mode="drop")
         shifted = heir != clients
         # the truth about a client's data moves with them
@@ -143,7 +145,7 @@ def swap_part(
         go = asked & possible
         if on_impossible == "abort":
             go &= jnp.cumsum(asked & ~possible) == 0
-        one, two = _swap_ids(go, first, second, data.num_clients)
+        one, two = (jnp.where(go, who, data.num_clients) for who in (first, second))
         given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
         taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
@@ -190,15 +192,6 @@ def _pool_mask(pool: str, warm: jax.Array) -> jax.Array:
     return jnp.ones_like(warm) if pool == "all" else warm
 
 
-def _swap_ids(
-    go: jax.Array, first: jax.Array, second: jax.Array, num_clients: int
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the clients of the pairs that swap, and K in place of the others, where a
-    scatter drops them.
-    """
-    return jnp.where(go, first, num_clients), jnp.where(go, second, num_clients)
-
-
 def _held_labels(data: FederatedData) -> jax.Array:
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
     train, test = (
@@ -230,7 +223,6 @@ def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> 
 
 
 def _edit_views(data: FederatedData, moves: jax.Array, edit: Callable) -> FederatedData:
-    """Returns the data after edit(owner, train, test), if `moves`."""
     views = data.owner, data.train, data.test
     owner, train, test = lax.cond(moves, edit, lambda *same: same, *views)
     return data.replace(owner=owner, train=train, test=test)

@@ -60,8 +60,15 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
         )
-    check_training(holdings._replace(owner=owner, test=test.astype(bool)))
-    return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test.astype(bool))
+    test = test.astype(bool)
+    if test.all():
+        alone = owner.size and np.bincount(owner).max() == 1
+        reason = ", for each has one sample, which is for testing" if alone else ""
+        raise InputError(
+            f"partition: no client holds a training sample{reason}, expected at least one; give"
+            " clients two samples or more, or mark training samples with 0 in a split"
+        )
+    return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test)
 
 
 def check_classes(num_classes: int, what: str, remedy: str) -> None:
@@ -77,19 +84,6 @@ def describe_targets(data: FederatedData) -> str:
     if data.num_classes:
         return f"{data.num_classes:,} classes"
     return "numbers to regress" if data.y.ndim == 1 else f"{data.y.shape[1]} labels a sample"
-
-
-def check_training(holdings: Partition) -> None:
-    """Raises InputError where no client holds a training sample, and says why."""
-    owner = holdings.owner
-    if len(owner) and not holdings.test.all():
-        return
-    alone = len(owner) and np.bincount(owner).max() == 1
-    reason = ", for each has one sample, which is for testing" if alone else ""
-    raise InputError(
-        f"partition: no client holds a training sample{reason}, expected at least one; give"
-        " clients two samples or more, or mark training samples with 0 in a split"
-    )
 
 
 def federate(

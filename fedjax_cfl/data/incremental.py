@@ -83,7 +83,6 @@ def incremental(
 
 
 def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fraction]:
-    """Returns the fractions as ratios. Raises InputError for a schedule that does not fit."""
     given = f"drift.fractions={list(fractions)}"
     if not fractions or len(fractions) != len(schedule):
         raise InputError(

@@ -162,7 +162,6 @@ def dirichlet(
 
 
 def _check_least(pool: Pool, clients: int, min_samples: int) -> None:
-    """Raises InputError if there are too few samples for `min_samples` of every client."""
     dealing.check_range("min_samples", min_samples, 0, len(pool.y))
     what = f"{min_samples} samples per client"
     dealing.check_clients(clients, len(pool.y) // max(min_samples, 1), what)

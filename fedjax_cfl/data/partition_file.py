@@ -68,14 +68,12 @@ def read_lists(file: Path, samples: int) -> Held:
 
 
 def _by_number(file: Path, lists: Any) -> dict[str, Any]:
-    """Returns lists by the number of their client. Raises InputError if they are none."""
     if not isinstance(lists, list):
         raise InputError(f"{file}: holds a {type(lists).__name__}, expected {EXPECTED}")
     return {str(k): numbers for k, numbers in enumerate(lists)}
 
 
 def _numbers(file: Path, client: str, numbers: Any) -> np.ndarray:
-    """Returns a list of whole numbers [n] int64."""
     kinds = set(map(type, numbers)) if isinstance(numbers, list) else {type(numbers)}
     if not isinstance(numbers, list) or not kinds <= {int} or any(abs(n) >= 2**63 for n in numbers):
         raise InputError(
@@ -100,7 +98,6 @@ def read_arrays(file: Path, samples: int) -> Held:
 
 
 def _check(file: Path, sample: np.ndarray, owner: np.ndarray, who: Any, samples: int) -> None:
-    """Raises InputError for samples that are not in the pool, or twice with one client."""
     outside = (sample < 0) | (sample >= samples)
     if outside.any() or not sample.size:
         found = f"sample {sample[outside][0]}" if outside.any() else "no samples"

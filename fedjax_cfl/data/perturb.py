@@ -75,7 +75,6 @@ def share_samples(
 
 
 def _give_to_all(holdings: Partition, given: np.ndarray) -> Partition:
-    """Adds copies of the holdings of numbers `given` to every client's training data."""
     clients = int(holdings.owner.max()) + 1
     copies = np.tile(given, clients)
 

@@ -179,7 +179,6 @@ class HostFeed:
         return ids[ids < self.data.num_clients]
 
     def _fetch(self, ids: np.ndarray, side: str) -> FederatedData:
-        """Returns the samples of one side of these clients, ascending, as data on the devices."""
         held, (most, clients) = getattr(self.data, side), self.most[side]
         who = ids if side == "train" else np.arange(ids.size)
         size = np.zeros(clients, np.int32)

@@ -8,6 +8,7 @@ window of a client is a start and a size: only the window's two ends are new in 
 and nothing is sorted again.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
         )
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, Any]:
-        data, interval = arrange(jax.random.fold_in(key, ARRANGE), data, window)
+        data, interval = arrange(jax.random.fold_in(key, ARRANGE), data, intervals)
         if is_static:
             return data, ()
         interval = jnp.where(traces.find_shared(data), ALWAYS, interval)
@@ -205,13 +206,11 @@ def gradual(
     them is new in an interval.
     """
     check_arguments(gradual, locals(), "drift")
-
-    def arrange(key: Key, data: FederatedData, window: Window):
-        return traces.redraw_samples(
-            key, data, window.intervals, alpha, epsilon, np.zeros(window.intervals, bool), 0.0
-        )
-
-    return stream(arrange, window)
+    never = np.zeros(window.intervals, bool)
+    redraw = functools.partial(
+        traces.redraw_samples, alpha=alpha, epsilon=epsilon, is_burst=never, fraction=0.0
+    )
+    return stream(redraw, window)
 
 
 def burst(
@@ -239,13 +238,10 @@ def burst(
             f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
             f" arrive every drift.period={window.period} rounds until round {max(arrival[-1], 0)}"
         )
-
-    def arrange(key: Key, data: FederatedData, window: Window):
-        return traces.redraw_samples(
-            key, data, window.intervals, alpha, epsilon, is_burst, fraction
-        )
-
-    return stream(arrange, window)
+    redraw = functools.partial(
+        traces.redraw_samples, alpha=alpha, epsilon=epsilon, is_burst=is_burst, fraction=fraction
+    )
+    return stream(redraw, window)
 
 
 def rotate(p: Fraction = 0.1, window: Window = Window(period=20)) -> Drift:
@@ -254,24 +250,18 @@ def rotate(p: Fraction = 0.1, window: Window = Window(period=20)) -> Drift:
     """
     check_arguments(rotate, locals(), "drift")
 
-    def arrange(key: Key, data: FederatedData, window: Window):
-        return traces.turn_arrivals(key, data, window.intervals, p)
-
-    def check(data: FederatedData) -> None:
-        check_square(data.x, "drift=stream_rotate")
-
-    return _checked(stream(arrange, window), check)
+    return _checked(
+        stream(functools.partial(traces.turn_arrivals, p=p), window),
+        lambda data: check_square(data.x, "drift=stream_rotate"),
+    )
 
 
 def by_time(window: Window = Window()) -> Drift:
     """Samples arrive in the order of their real times, which are cut into intervals of equal
     length. Raises InputError for data without times.
     """
-
-    def check(data: FederatedData) -> None:
-        traces.check_times(data, window.intervals)
-
-    return _checked(stream(traces.cut_times, window), check)
+    drift = stream(traces.cut_times, window)
+    return _checked(drift, lambda data: traces.check_times(data, window.intervals))
 
 
 def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:

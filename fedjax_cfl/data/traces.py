@@ -4,7 +4,7 @@ All of them are functions of the key, so that each run of a grid has its own. Sa
 the server shared (`data.time` is -1) belong to no interval and are left as they are.
 """
 
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,9 @@ MIX, LABEL, PICK, PLACE = range(4)  # purposes of draws
 INT32_MAX = 2**31 - 1
 
 
-class ArrangeFn(Protocol):
-    """Returns the data, perhaps edited, and the interval [N] int32 in which each holding
-    arrives; `window` says how many there are.
-    """
-
-    def __call__(
-        self, key: Key, data: FederatedData, window: Any
-    ) -> tuple[FederatedData, jax.Array]: ...
+# (key, data, B intervals) -> the data, perhaps edited, and the interval [N] int32 in which each
+# holding arrives
+ArrangeFn = Callable[[Key, FederatedData, int], tuple[FederatedData, jax.Array]]
 
 
 def find_shared(data: FederatedData) -> jax.Array:
@@ -36,12 +31,12 @@ def find_shared(data: FederatedData) -> jax.Array:
     return jnp.zeros(len(data.y), bool) if data.time is None else data.time < 0
 
 
-def deal_labels(key: Key, data: FederatedData, window: Any) -> tuple[FederatedData, jax.Array]:
+def deal_labels(key: Key, data: FederatedData, intervals: int) -> tuple[FederatedData, jax.Array]:
     """Deals each client's labels to the intervals in a random order, as evenly as can be (an
     `ArrangeFn`).
     """
     check_classes(data.num_classes, "drift=stream_bucket", OTHER_DRIFTS)
-    clients, intervals = data.num_clients, window.intervals
+    clients = data.num_clients
     own = jnp.where((data.owner < 0) | find_shared(data), clients, data.owner)
     has = jnp.zeros((clients, data.num_classes), bool).at[own, data.y].set(True, mode="drop")
     order, offset = jax.random.split(key)
@@ -52,7 +47,7 @@ def deal_labels(key: Key, data: FederatedData, window: Any) -> tuple[FederatedDa
     return data, place.astype(jnp.int32)[data.owner, data.y]
 
 
-def cut_times(key: Key, data: FederatedData, window: Any) -> tuple[FederatedData, jax.Array]:
+def cut_times(key: Key, data: FederatedData, intervals: int) -> tuple[FederatedData, jax.Array]:
     """Cuts the time from the first to the last sample into intervals of equal length (an
     `ArrangeFn`).
     """
@@ -60,8 +55,8 @@ def cut_times(key: Key, data: FederatedData, window: Any) -> tuple[FederatedData
     real = (data.owner >= 0) & (data.time >= 0)
     first = jnp.min(jnp.where(real, data.time, INT32_MAX))
     span = jnp.max(jnp.where(real, data.time, -1)) - first + 1
-    interval = (data.time - first) * window.intervals // jnp.maximum(span, 1)
-    return data, jnp.clip(interval, 0, window.intervals - 1)
+    interval = (data.time - first) * intervals // jnp.maximum(span, 1)
+    return data, jnp.clip(interval, 0, intervals - 1)
 
 
 NO_TIMES = (

@@ -41,30 +41,23 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     download. Raises InputError for missing or bad files.
     """
     check_arguments(celeba, locals(), "dataset.source")
-    files, folder = _files()
-    parts = [read_users([part], _faces) for part in files]
-    names, images, y, client, test = join_users(parts, 1, users, seed)
-    if not names:
-        raise InputError(f"{files[0]}: no celebrity has two images, expected some")
-    faces = read_files(folder / image for image in images)
-    x = stack_images("celeba", faces, len(images), [SIZE, SIZE], "rgb", filter="BICUBIC")
-    own = test if keep_split else None
-    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
-
-
-def _files() -> tuple[list[Path], Path]:
-    """Returns the folders of JSON, those of train and of test or one, and the folder of images."""
     files, images = locate_first(PLACES), locate_first(IMAGES)
     if files is None or images is None:
         absent = "celeba/data/all_data" if files is None else IMAGES[0][0]
         raise missing_data_error(
             "celeba (made by LEAF's scripts from the aligned images, no download)", absent
         )
-    return files, images[0]
+    parts = [read_users([part], _faces) for part in files]
+    names, faces, y, client, test = join_users(parts, 1, users, seed)
+    if not names:
+        raise InputError(f"{files[0]}: no celebrity has two images, expected some")
+    content = read_files(images[0] / face for face in faces)
+    x = stack_images("celeba", content, len(faces), [SIZE, SIZE], "rgb", filter="BICUBIC")
+    own = test if keep_split else None
+    return check_pool(Pool(x, y, 2, client, own, client_names=tuple(names)), "celeba")
 
 
 def _faces(path: Path, user: str, held: object) -> tuple[list[str], list[int]]:
-    """Returns the image files and labels of one user of a LEAF file."""
     said = f"{path}: user {shorten(user)}"
     names, labels = user_lists(path, user, held)
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):

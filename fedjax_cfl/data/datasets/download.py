@@ -90,7 +90,6 @@ def locate(*relative_paths: str) -> list[Path] | None:
 
 
 def _find(relative: str) -> Path | None:
-    """Returns the first root's copy of one file."""
     names = dict.fromkeys((relative, relative.removesuffix(".gz")))
     return next(
         (root / name for root in search_dirs() for name in names if os.path.lexists(root / name)),
@@ -178,7 +177,6 @@ def _retrieve(url: str, digest: str, target: Path) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    """Says in a few words why a download failed."""
     import requests
 
     chain = f"{error!r}".lower()

@@ -11,18 +11,18 @@ import os
 import re
 import sqlite3
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
+from fedjax_cfl.data.datasets.pool import choose_splits
 from fedjax_cfl.data.datasets.readers import list_names, open_unpacked, report_damage, shorten
 from fedjax_cfl.data.datasets.tf_example import read_example
 from fedjax_cfl.data.datasets.tff import (
     Examples,
-    Name,
     TestClients,
     choose_features,
     collect,
@@ -30,9 +30,8 @@ from fedjax_cfl.data.datasets.tff import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, each, or_none
+from fedjax_cfl.validation import OptionalText, OptionalTexts, PositiveInt, check_arguments
 
-Names = Annotated[list[str] | None, or_none(each(TEXT))]
 Features = dict[str, Any]
 TABLES = {
     "examples": ["split_name", "client_id", "serialized_example_proto"],  # TFF
@@ -59,9 +58,9 @@ Row = tuple[str, np.ndarray, np.ndarray]  # a client, some of its samples, and t
 
 def federated_sqlite(
     path: str | Path,
-    x: Name = None,
-    y: Name = None,
-    splits: Names = None,
+    x: OptionalText = None,
+    y: OptionalText = None,
+    splits: OptionalTexts = None,
     test_clients: TestClients | None = None,
     num_classes: PositiveInt | None = None,
 ) -> Pool:
@@ -78,7 +77,13 @@ def federated_sqlite(
     parts, chosen = [], None
     with open_sqlite(file) as database:
         if find_table(file, database, TABLES) == "examples":
-            chosen = _choose_splits(file, database, splits)
+            rows = database.execute("SELECT DISTINCT split_name FROM examples ORDER BY split_name")
+            there = [name for (name,) in rows]
+            if not there or not all(isinstance(name, str) for name in there):
+                raise InputError(
+                    f"{file}: examples are none or of splits without names, expected some"
+                )
+            chosen = choose_splits(file, there, splits, PAIRS)
             parts = [collect(file, _read_tff(file, database, split, x, y)) for split in chosen]
     if chosen is None:
         if splits is not None:
@@ -133,28 +138,7 @@ def find_table(path: Path, database: sqlite3.Connection, columns: dict[str, list
     return name
 
 
-def _choose_splits(
-    file: Path, database: sqlite3.Connection, splits: Sequence[str] | None
-) -> Sequence[str]:
-    """Returns the splits of TFF's file to read."""
-    rows = database.execute("SELECT DISTINCT split_name FROM examples ORDER BY split_name")
-    there = [name for (name,) in rows]
-    if not there or not all(isinstance(name, str) for name in there):
-        raise InputError(f"{file}: examples are none or of splits without names, expected some")
-    if splits is None:
-        splits = (
-            there if len(there) == 1 else next((p for p in PAIRS if set(p) == set(there)), None)
-        )
-    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(there):
-        raise InputError(
-            f"{file}: splits are {list_names(there)}, expected dataset.source.splits=[...] of one"
-            " or more of them, each once; of several the last one is for testing"
-        )
-    return splits
-
-
 def _choose(file: Path, features: Features, x: str | None, y: str | None) -> tuple[str, str]:
-    """Returns the names of the samples and of the labels, see `choose_features`."""
     texts = [name for name in features if isinstance(features[name], list)]
     return choose_features(file, list(features), texts, x, y)
 
@@ -183,7 +167,6 @@ def _read_tff(
 
 
 def _read_fedjax(file: Path, x: str | None, y: str | None) -> Examples:
-    """Returns the samples of one of FedJAX's files."""
     with open_sqlite(file) as database:
         find_table(file, database, {"federated_data": TABLES["federated_data"]})
         rows = database.execute("SELECT client_id, data FROM federated_data ORDER BY rowid")
@@ -191,7 +174,6 @@ def _read_fedjax(file: Path, x: str | None, y: str | None) -> Examples:
 
 
 def _unpack_rows(file: Path, rows: Iterable[Any], x: str | None, y: str | None) -> Iterator[Row]:
-    """Yields each client of FedJAX's table."""
     for client, data in rows:
         if not isinstance(client, bytes | str) or not isinstance(data, bytes):
             raise ValueError("a client or its data are no bytes")

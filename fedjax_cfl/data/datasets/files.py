@@ -57,29 +57,35 @@ def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     is not what is there is said, and what is there is read.
     """
     root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
-    parts = [
-        leaf_json.read_leaf(part)
-        for part in ((root / "train", root / "test") if os.path.isdir(root / "train") else (root,))
-    ]
-    for x, *_ in parts:
-        if x.shape[1:] != parts[0][0].shape[1:]:
+    folders = [root / "train", root / "test"] if os.path.isdir(root / "train") else [root]
+    parts = [leaf_json.read_users([folder], leaf_json.read_user) for folder in folders]
+    sizes = [sum(len(y) for _, y, _ in part.values()) for part in parts]
+    if 0 in sizes:
+        raise InputError(
+            f"{folders[sizes.index(0)]}: user_data holds no samples, expected at least one"
+        )
+    held = [(user, *part[user]) for part in parts for user in sorted(part) if len(part[user][1])]
+    first = held[0][1]
+    for user, x, _, file in held:
+        said = f"{file}: x of user {readers.shorten(user)}"
+        if x.dtype != first.dtype:
+            raise InputError(f"{said} and of another one hold text and numbers, expected either")
+        if x.shape[1:] != first.shape[1:]:
             raise InputError(
-                f"{path}: x in test has samples of shape {x.shape[1:]}, expected"
-                f" {parts[0][0].shape[1:]} as in train"
+                f"{said} has samples of shape {x.shape[1:]}, expected {first.shape[1:]} as in"
+                " other users"
             )
-    x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    users = np.array(sorted({user for *_, names in parts for user in names}))
-    client = np.concatenate(
-        [np.searchsorted(users, np.array(names))[index] for _, _, index, names in parts]
-    )
-    test = np.repeat([False, True], [len(part[1]) for part in parts]) if len(parts) == 2 else None
-    names = tuple(users[np.unique(client)].tolist())  # those with samples
+    x = np.concatenate([x for _, x, _, _ in held])
+    y = np.concatenate([y for _, _, y, _ in held])
+    names = sorted({user for user, *_ in held})
+    number = {user: place for place, user in enumerate(names)}
+    client = np.repeat([number[user] for user, *_ in held], [len(y) for _, _, y, _ in held])
+    test = np.repeat([False, True], sizes) if len(sizes) == 2 else None
     classes, class_names = _count_classes(str(path), num_classes), None
     if x.dtype == np.int32:
         class_names = name_characters(str(path), x, y)
         classes = num_classes or len(class_names)
-    owner = number_owners(client)
-    pool = Pool(x, y, classes, owner, test, class_names=class_names, client_names=names)
+    pool = Pool(x, y, classes, client, test, class_names=class_names, client_names=tuple(names))
     return check_pool(pool, str(path))
 
 
@@ -206,7 +212,6 @@ def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
 
 
 def _map_array(path: Path) -> np.ndarray:
-    """Returns a file's array, memory-mapped."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
             raise OSError("not a regular file")
@@ -232,12 +237,15 @@ def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None
         return check_pool(pool, path)
     ids, client = number_clients(path, arrays["client"], len(y))
     names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
-    return check_pool(
-        pool._replace(
-            client=client, client_names=names, concept=_concepts(path, arrays.get("concept"), ids)
-        ),
-        path,
-    )
+    if (concept := arrays.get("concept")) is not None:
+        if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
+            raise InputError(
+                f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
+                f" ({len(ids)},) integers or text, one entry a client in the sorted order of the"
+                " ids"
+            )
+        concept = number_owners(concept)
+    return check_pool(pool._replace(client=client, client_names=names, concept=concept), path)
 
 
 def _count_classes(path: str, num_classes: int | None) -> int:
@@ -330,15 +338,3 @@ def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndar
         client = client.astype(np.int64)
     ids, number = np.unique(client, return_inverse=True)
     return ids, number.astype(np.int32)
-
-
-def _concepts(path: str, concept: np.ndarray | None, ids: np.ndarray) -> np.ndarray | None:
-    """Returns the true group of each client [K] int32, None if the file names none."""
-    if concept is None:
-        return None
-    if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
-        raise InputError(
-            f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
-            f" ({len(ids)},) integers or text, one entry a client in the sorted order of the ids"
-        )
-    return number_owners(concept)

@@ -103,7 +103,6 @@ def _find(h5py: Any, file: Any, parts: list[str]) -> Any:
 
 
 def _array(h5py: Any, file: Any, parts: list[str]) -> np.ndarray:
-    """Returns one array of an open file."""
     node, name = _find(h5py, file, parts), shorten("/".join(parts))
     if not isinstance(node, h5py.Dataset) or node.is_virtual or node.external:
         raise ValueError(f"array {name} is none, or made of other files' data")

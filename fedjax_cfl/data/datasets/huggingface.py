@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Annotated
 
 from fedjax_cfl.data.datasets.huggingface_folder import Part, find_parts
-from fedjax_cfl.data.datasets.readers import list_names
+from fedjax_cfl.data.datasets.pool import choose_splits
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, NaturalInt, Rule, check_arguments, each, or_none
+from fedjax_cfl.validation import (
+    TEXT,
+    NaturalInt,
+    OptionalText,
+    OptionalTexts,
+    Rule,
+    check_arguments,
+    each,
+)
 
-Name = Annotated[str | None, or_none(TEXT)]
-Names = Annotated[list[str] | None, or_none(each(TEXT))]
 ONE_OR_MORE = Rule(
     "null, the name of a column, or a list of names",
     lambda value: value is None or TEXT.holds(value) or (each(TEXT).holds(value) and bool(value)),
@@ -22,11 +28,11 @@ ONE_OR_MORE = Rule(
 def huggingface(
     path: str | Path,
     x: Annotated[str | list[str] | None, ONE_OR_MORE] = None,
-    y: Name = None,
-    client: Name = None,
-    time: Name = None,
-    split: Name = None,
-    splits: Names = None,
+    y: OptionalText = None,
+    client: OptionalText = None,
+    time: OptionalText = None,
+    split: OptionalText = None,
+    splits: OptionalTexts = None,
     num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns a data set in a folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
@@ -50,7 +56,7 @@ def huggingface(
     """
     check_arguments(huggingface, locals(), "dataset.source")
     root = Path(os.path.expanduser(path))
-    parts, for_testing = choose_splits(root, find_parts(root), splits)
+    parts, for_testing = choose_parts(root, find_parts(root), splits)
     if for_testing and split is not None:
         raise InputError(
             f"{root}: has splits of its own, and dataset.source.split={split}, expected null"
@@ -62,7 +68,7 @@ def huggingface(
     return read_pool(root, parts, named, for_testing, num_classes)
 
 
-def choose_splits(
+def choose_parts(
     root: Path, parts: list[Part], splits: Sequence[str] | None
 ) -> tuple[list[Part], str | None]:
     """Returns the parts to read, those for training first, and the split for testing, if any.
@@ -79,20 +85,8 @@ def choose_splits(
                 " expected the same in each"
             )
     known = [name for name in there if name is not None]
-    if splits is None and len(known) > 1:
-        splits = ["train", "test"]
-        if set(known) != set(splits):
-            raise InputError(
-                f"{root}: splits are {list_names(known)}, expected"
-                f" dataset.source.splits=[{','.join(known[:2])}] or others of them; of several the"
-                " last one is for testing"
-            )
-    if splits is None:
+    if splits is None and not known:
         return parts, None
-    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(known):
-        raise InputError(
-            f"{root}: dataset.source.splits={list(splits)}, expected one or more of"
-            f" {list_names(known) or 'none, for there are no splits'}, each once"
-        )
+    splits = choose_splits(root, known, splits)
     chosen = [part for name in splits for part in parts if part.split == name]
     return chosen, splits[-1] if len(splits) > 1 else None

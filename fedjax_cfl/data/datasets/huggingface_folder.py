@@ -69,8 +69,7 @@ def find_parts(root: Path) -> list[Part]:
         if name.endswith(".parquet"):
             parts.append(Part(None, number, [path], None))
         else:
-            inside = _entries(path)
-            saved = {"dataset_dict.json", "state.json"} & set(inside)
+            saved = {"dataset_dict.json", "state.json"} & set(_entries(path))
             parts += (_saved if saved else _parquet)(path, number)
     return parts
 
@@ -121,7 +120,6 @@ def parse_json(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Returns the object that a JSON file holds."""
     with open_unpacked(path) as (file, _):
         text = read_at_most(file, MOST_JSON_BYTES + 1)
     if len(text) > MOST_JSON_BYTES:
@@ -130,7 +128,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _saved(folder: Path, partition: int | None) -> list[Part]:
-    """Returns the parts of what `save_to_disk` wrote."""
     path = folder / "dataset_dict.json"
     if not os.path.lexists(path):
         return [_saved_split(folder, None, partition)]
@@ -142,7 +139,6 @@ def _saved(folder: Path, partition: int | None) -> list[Part]:
 
 
 def _saved_split(folder: Path, split: str | None, partition: int | None) -> Part:
-    """Returns one saved split."""
     path = folder / "state.json"
     state = _read_json(path)
     if state.get("_indices_data_files"):
@@ -202,12 +198,10 @@ def _parquet(root: Path, partition: int | None = None, deeper: bool = True) -> l
 
 
 def _shards(folder: Path) -> list[str]:
-    """Returns the names of the Parquet files of a folder, sorted."""
     return [name for name in _entries(folder) if name.endswith(".parquet")]
 
 
 def _group(found: Sequence[tuple[str, Path]], partition: int | None) -> list[Part]:
-    """Returns a part for each split of (split, file)."""
     files: dict[str, list[Path]] = {}
     for split, path in found:
         files.setdefault(split, []).append(path)

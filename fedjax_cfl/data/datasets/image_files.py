@@ -121,7 +121,6 @@ def read_image(
 def _take_pixels(
     image: Any, format_: str | None, size: list[int] | None, mode: Mode, filter: str
 ) -> np.ndarray:
-    """Returns the pixels [H, W, C] of an open image of Pillow."""
     from PIL import Image
 
     if "A" in image.getbands() or "transparency" in image.info:

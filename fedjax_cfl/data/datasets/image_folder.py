@@ -18,7 +18,7 @@ from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
 from fedjax_cfl.data.datasets.table import OptionalName
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, check_arguments, or_none
+from fedjax_cfl.validation import TEXT, OptionalText, check_arguments
 
 Layout = Literal[
     "class", "split/class", "user/class", "class/user", "split/user/class", "user/split/class",
@@ -45,7 +45,7 @@ def image_folder(
     size: Annotated[list[int] | None, IMAGE_SIZE] = None,
     mode: Mode = "auto",
     train: Annotated[str, TEXT] = "train",
-    test: Annotated[str | None, or_none(TEXT)] = "test",
+    test: OptionalText = "test",
     y: OptionalName = None,
     client: OptionalName = None,
 ) -> Pool:
@@ -67,7 +67,7 @@ def image_folder(
     """
     check_arguments(image_folder, locals(), "dataset.source")
     root = Path(os.path.expanduser(path))
-    tables = find_metadata(root, layout, train, test, y or client)
+    tables = find_tables(root, layout, train, test, y or client)
     if tables:
         from fedjax_cfl.data.datasets import image_metadata  # with pyarrow, which few need
 
@@ -77,7 +77,12 @@ def image_folder(
     layout = layout or _guess_layout(root, found)
     parts = layout.split("/")
     images = _take_splits(root, found, parts, train, test)
-    _check_depth(root, images, layout)
+    for image in images:
+        if len(image) != len(parts) + 1:
+            raise InputError(
+                f"{root}: {shorten('/'.join(image))} is {len(image) - 1} folders deep, expected"
+                f" {len(parts)} as layout={layout}"
+            )
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
     classes, labels = number_names(roles["class"])
     _refuse_empty(root, found, parts, classes)
@@ -92,36 +97,28 @@ def image_folder(
     return check_pool(pool._replace(class_names=tuple(classes)), str(path))
 
 
-def find_metadata(
+def find_tables(
     root: Path, layout: Layout | None, train: str, test: str | None, named: str | None
 ) -> list[Path]:
-    """Returns the tables beside the images, of layout metadata or where none is named. Raises
-    InputError where there should be one, also for a column that is `named`.
-    """
-    tables = list_tables(root, train, test) if layout in (None, "metadata") else []
-    if not tables and (layout == "metadata" or named):
-        what = f"column {named} is named" if named else "layout=metadata"
-        raise InputError(
-            f"{root}: {what}, expected {' or '.join(TABLES)} in the folder, and no other layout"
-        )
-    return tables
-
-
-def list_tables(root: Path, train: str, test: str | None) -> list[Path]:
     """Returns the table beside the images of a folder, or those of its two splits, first that of
-    training; none if there is none.
+    training; none if there is none. Raises InputError where there should be one, as for a column
+    that is `named`.
     """
-    for name in TABLES:
+    for name in TABLES if layout in (None, "metadata") else ():
         alone, sides = root / name, [root / side / name for side in (train, test) if side]
         if os.path.lexists(alone):
             return [alone]
         if all(map(os.path.lexists, sides)):
             return sides
+    if layout == "metadata" or named:
+        what = f"column {named} is named" if named else "layout=metadata"
+        raise InputError(
+            f"{root}: {what}, expected {' or '.join(TABLES)} in the folder, and no other layout"
+        )
     return []
 
 
 def _list_root(root: Path) -> Found:
-    """Returns what is in a folder. Raises InputError if that are no images."""
     if not os.path.isdir(root):
         with open_unpacked(root):  # it may be a pickle, or nothing at all
             pass
@@ -180,7 +177,6 @@ def _check_link(root: Path, path: Path) -> None:
 
 
 def _guess_layout(root: Path, found: Found) -> Layout:
-    """Returns the only layout that fits. Raises InputError if there are several, or none."""
     image = found.images[0]
     fits = [layout for layout in LAYOUTS if layout.count("/") + 2 == len(image)]
     if len(fits) == 1:
@@ -197,7 +193,6 @@ def _guess_layout(root: Path, found: Found) -> Layout:
 def _take_splits(
     root: Path, found: Found, parts: Sequence[str], train: str, test: str | None
 ) -> list[tuple[str, ...]]:
-    """Returns the images of the splits that are read, and says which are not."""
     if "split" not in parts:
         return found.images
     at = parts.index("split")
@@ -218,19 +213,7 @@ def _take_splits(
     return [image for image in found.images if len(image) <= at + 1 or image[at] in (train, test)]
 
 
-def _check_depth(root: Path, images: list[tuple[str, ...]], layout: str) -> None:
-    """Raises InputError for an image in another depth than that of the layout."""
-    depth = layout.count("/") + 1
-    for image in images:
-        if len(image) != depth + 1:
-            raise InputError(
-                f"{root}: {shorten('/'.join(image))} is {len(image) - 1} folders deep, expected"
-                f" {depth} as layout={layout}"
-            )
-
-
 def _refuse_empty(root: Path, found: Found, parts: Sequence[str], classes: list[str]) -> None:
-    """Raises InputError for a class of which there is a folder, but no image."""
     at = parts.index("class")
     named = {folder[at] for folder in found.folders if len(folder) == at + 1}
     if empty := sorted(named - set(classes) - {image[at] for image in found.images}):

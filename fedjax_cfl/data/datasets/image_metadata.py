@@ -39,9 +39,7 @@ def read_metadata(
     if shards[0].suffix == ".jsonl":
         find_kinds, read = table_files.find_jsonl_kinds, table_files.read_jsonl
     elif shards[0].suffix == ".csv":
-        dialect = table_files.Dialect()
-        find_kinds = partial(table_files.find_csv_kinds, dialect=dialect)
-        read = partial(table_files.read_csv, dialect=dialect)
+        find_kinds, read = table_files.find_csv_kinds, table_files.read_csv
     else:
         find_kinds, read = table_files.find_parquet_kinds, table_files.read_parquet
     kinds = find_kinds(shards[0])
@@ -87,7 +85,6 @@ def _read_places(
 
 
 def _find_images(root: Path, names: list[str]) -> Iterator[Path]:
-    """Yields the paths of images below the root."""
     home = os.path.realpath(root)
     for row, name in enumerate(names):
         parts, path = PurePosixPath(name).parts, root / name

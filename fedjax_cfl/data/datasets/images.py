@@ -187,7 +187,6 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
 
 
 def _class_names(relative: str, classes: int) -> tuple[str, ...] | None:
-    """Returns the names of classes in a text file, one a line; None where there is no file."""
     paths = locate(relative)
     if paths is None:
         return None
@@ -209,7 +208,6 @@ def rotated_mnist(offline: bool = False) -> Pool:
 
 
 def _center(pool: Pool) -> Pool:
-    """Returns the pool with uint8 pixels as float32 in [-1, 1]."""
     x = pool.x.astype(np.float32)
     x /= 127.5
     x -= 1

@@ -26,48 +26,6 @@ PLACE = {char: place for place, char in enumerate(CHARACTERS)}
 UNKNOWN = len(CHARACTERS)
 
 
-def read_leaf(
-    paths: PathLike | Iterable[PathLike],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[str]]:
-    """Reads LEAF JSON: one file (plain or .gz), a folder of shards, or several of them.
-
-    Returns x [N, ...] float32, of text [N, T] int32, see `number_characters`, y [N] (int64 or
-    float64, as written), client [N] int32
-    (index into the names), and the names, sorted. Users come in the order of their
-    names, the samples of a user in the order of the file. Source:
-    github.com/TalwalkarLab/leaf.
-    """
-    folders = [paths] if isinstance(paths, PathLike) else list(paths)
-    data = read_users(folders, _user)
-    users = sorted(data)
-    held = [(user, *data[user]) for user in users if len(data[user][1])]
-    if not held:
-        raise InputError(
-            f"{', '.join(map(str, folders))}: user_data holds no samples, expected at least one"
-        )
-    shape = held[0][1].shape[1:]
-    for user, x, _, path in held:
-        if x.dtype != held[0][1].dtype:
-            raise InputError(
-                f"{path}: x of user {shorten(user)} and of another one hold text and numbers,"
-                " expected either"
-            )
-        if x.shape[1:] != shape:
-            raise InputError(
-                f"{path}: x of user {shorten(user)} has samples of shape {x.shape[1:]}, expected"
-                f" {shape} as in other users"
-            )
-    client = np.repeat(
-        np.arange(len(users), dtype=np.int32), [len(data[user][1]) for user in users]
-    )
-    return (
-        np.concatenate([x for _, x, _, _ in held]),
-        np.concatenate([y for _, _, y, _ in held]),
-        client,
-        users,
-    )
-
-
 def read_users(
     folders: Iterable[PathLike], parse: Callable[[Path, str, object], tuple]
 ) -> dict[str, tuple[Any, Any, Path]]:
@@ -87,7 +45,6 @@ def read_users(
 
 
 def _shards(path: Path) -> list[Path]:
-    """Returns the JSON files of a folder in order of name, or the file itself."""
     if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
         return [path]
     names = list_folder(path, "a readable folder of LEAF shards")
@@ -227,7 +184,7 @@ def describe_value(value: object) -> str:
     )
 
 
-def _user(path: Path, user: str, held: object) -> tuple[np.ndarray, np.ndarray]:
+def read_user(path: Path, user: str, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user, of text the numbers of its characters."""
     x, y = user_lists(path, user, held)
     if x and isinstance(x[0], str):

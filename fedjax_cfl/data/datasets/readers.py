@@ -180,7 +180,6 @@ def read_npz(
 
 
 def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
-    """Returns one array of an open archive of `size` bytes."""
     infos = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
     if len(infos) > 1:
         raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")

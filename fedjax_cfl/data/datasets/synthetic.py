@@ -54,7 +54,6 @@ def synthetic(
 
 
 def _synthetic_sizes(rng: np.random.RandomState, clients: int, total: int | None) -> np.ndarray:
-    """Returns the samples of each device [K]."""
     if total is not None and 50 * clients > total:
         raise InputError(
             f"dataset.source.clients={clients}: at most {total // 50} are possible with"

@@ -68,8 +68,8 @@ def csv(
     check_arguments(csv, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
     from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
 
-    dialect = table_files.Dialect("\t" if delimiter == "tab" else delimiter, decimal)
-    if dialect.delimiter == decimal:
+    sign = "\t" if delimiter == "tab" else delimiter
+    if sign == decimal:
         raise InputError(
             f"dataset.source.delimiter={delimiter}: is decimal as well; choose another"
         )
@@ -77,8 +77,8 @@ def csv(
     table = table_pool.Table(
         root,
         table_files.list_shards(root, (".csv", ".csv.gz")),
-        partial(table_files.find_csv_kinds, dialect=dialect),
-        partial(table_files.read_csv, dialect=dialect),
+        partial(table_files.find_csv_kinds, delimiter=sign, decimal=decimal),
+        partial(table_files.read_csv, delimiter=sign),
         decimal,
     )
     columns = table_pool.Columns(y, x, client, split, time, concept)

@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fedjax_cfl.data.datasets.arrow_files import is_list, is_text
 from fedjax_cfl.data.datasets.readers import shorten
-from fedjax_cfl.data.datasets.table_files import MISSING, parse_numbers, pc
+from fedjax_cfl.data.datasets.table_files import (
+    MISSING,
+    is_list,
+    is_text,
+    parse_numbers,
+    pc,
+    unwrap,
+)
 from fedjax_cfl.errors import InputError
 
-MOST_DIMENSIONS = 8  # of lists in lists
+MOST_DIMENSIONS = 16  # of lists in lists
 
 
 class Place(NamedTuple):
@@ -45,12 +51,10 @@ def _refuse_missing(place: Place, missing: np.ndarray, rows: int = 1) -> None:
 
 
 def _find_nulls(cells: pa.Array) -> np.ndarray:
-    """Returns which cells are null or NaN [n] bool."""
     return cells.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
 
 
 def _find_gaps(cells: pa.Array) -> np.ndarray:
-    """Returns which cells of text say that there is no value [n] bool."""
     empty = pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING, cells.type))
     return pc.or_(cells.is_null(), empty).to_numpy(zero_copy_only=False)
 
@@ -101,7 +105,6 @@ def read_numbers(place: Place, cells: pa.Array, remedy: str = NO_FEATURE) -> np.
 
 
 def _read_lists(place: Place, cells: pa.Array) -> np.ndarray:
-    """Returns lists of lists [n, ...], as long as each other at every level."""
     rows, shape = len(cells), []
     while is_list(cells.type) and len(cells) and len(shape) < MOST_DIMENSIONS:
         each = max(math.prod(shape), 1)
@@ -115,7 +118,7 @@ def _read_lists(place: Place, cells: pa.Array) -> np.ndarray:
                 f" (the first is 1), of {lengths[other][0]} values, expected one length"
             )
         shape.append(int(lengths[0]))
-        cells = cells.flatten()
+        cells = unwrap(cells.flatten())
     _refuse_missing(place, _find_nulls(cells), max(math.prod(shape), 1))
     values = cells.to_numpy(zero_copy_only=False)
     if values.dtype.kind not in "buif":
@@ -163,18 +166,25 @@ def _parse_dates(cells: pa.Array) -> pa.Array | None:
     return None
 
 
-def number_words(place: Place, cells: pa.Array, known: dict[str, int]) -> np.ndarray:
-    """Returns the number of each cell's word [n] int32; `known` gets the new words."""
+def number_words(
+    place: Place, cells: pa.Array, known: dict[str, int], trim: bool = True
+) -> np.ndarray:
+    """Returns the number of each cell's word [n] int32; `known` gets the new words. With `trim`
+    spaces around a word are left out, and nothing but spaces is a missing word.
+    """
     if not pa.types.is_dictionary(cells.type):
         cells = cells.dictionary_encode()
-    words = [
-        None if word is None else word.strip() or None for word in cells.dictionary.to_pylist()
-    ]
-    numbers = [-1 if word is None else known.setdefault(word, len(known)) for word in words]
-    index = pc.fill_null(cells.indices, len(words)).to_numpy()
-    found = np.array([*numbers, -1], np.int32)[index]
-    _refuse_missing(place, found < 0)
-    return found
+    index = cells.indices.cast(pa.int64()).fill_null(-1).to_numpy()
+    words = [*cells.dictionary.to_pylist(), None]  # null is the last one
+    number = np.full(len(words), -1, np.int32)
+    for i in np.unique(index).tolist():
+        word = words[i]
+        if trim and word is not None:
+            word = word.strip() or None
+        if word is not None:
+            number[i] = known.setdefault(word, len(known))
+    _refuse_missing(place, number[index] < 0)
+    return number[index]
 
 
 def join_parts(
@@ -197,8 +207,3 @@ def join_parts(
     rank = np.empty(len(known), np.int32)
     rank[[known[word] for word in order]] = np.arange(len(order), dtype=np.int32)
     return Words(order, rank[joined])
-
-
-def count_rows(column: np.ndarray | Words) -> int:
-    """Returns the number of rows of a column."""
-    return len(column.number if isinstance(column, Words) else column)

@@ -9,7 +9,7 @@ import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import pyarrow
 import pyarrow as pa
@@ -19,14 +19,6 @@ import pyarrow.json
 import pyarrow.parquet
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.arrow_files import (
-    is_binary,
-    is_list,
-    is_number,
-    is_text,
-    storage_type,
-    unwrap,
-)
 from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import (
@@ -46,13 +38,6 @@ LIST_ROWS = 256  # of lists or images, read at once
 PARQUET = "a complete Parquet file"  # what is expected of one
 # what a cell of numbers has where a number is missing
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
-
-
-class Dialect(NamedTuple):
-    """How a CSV writes its cells."""
-
-    delimiter: str = ","
-    decimal: str = "."
 
 
 def list_shards(path: Path, endings: tuple[str, ...]) -> list[Path]:
@@ -79,7 +64,9 @@ def check_columns(path: Path, names: list[str]) -> None:
         )
 
 
-def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator[pa.RecordBatch]:
+def read_csv(
+    path: Path, wanted: list[str] | None, delimiter: str = ","
+) -> Iterator[pa.RecordBatch]:
     """Yields the cells of a CSV, plain or gzipped, as text; `wanted` None is all columns."""
     with open_unpacked(path) as (file, most):
         packed = not isinstance(file, io.BufferedReader)
@@ -87,10 +74,10 @@ def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator
         if packed:
             source = _read_whole(path, file, most)
     try:
-        names = _open_csv(source, dialect, {}, None).schema.names
+        names = _open_csv(source, delimiter, {}, None).schema.names
         check_columns(path, names)
         types = dict.fromkeys(names, pa.string())
-        yield from _open_csv(source, dialect, types, wanted)
+        yield from _open_csv(source, delimiter, types, wanted)
     except InputError:
         raise
     except Exception as error:  # pyarrow raises many kinds
@@ -100,12 +87,11 @@ def read_csv(path: Path, wanted: list[str] | None, dialect: Dialect) -> Iterator
             hint = """: name another, as 'dataset.source.delimiter=";"'"""
         raise InputError(
             f"{path}: file cannot be read ({said}), expected a CSV with a line of names and"
-            f" cells between {dialect.delimiter!r}{hint}"
+            f" cells between {delimiter!r}{hint}"
         ) from None
 
 
 def _read_whole(path: Path, file: Any, most: int) -> bytes:
-    """Returns the content of an open file. Raises InputError for one of more than `most` bytes."""
     content = bytes(readers.read_at_most(file, most + 1))
     if len(content) > most:
         raise InputError(f"{path}: is more than {most} bytes, expected it unpacked")
@@ -119,7 +105,7 @@ def read_jsonl(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
 
 def find_jsonl_kinds(path: Path) -> dict[str, Kind]:
     """Returns the kind of every column of a file with a JSON object in each line, by name."""
-    return {field.name: _kind_of_type(field.type) for field in _parse_jsonl(path).schema}
+    return {field.name: kind_of_type(field.type) for field in _parse_jsonl(path).schema}
 
 
 def _parse_jsonl(path: Path) -> pa.Table:
@@ -131,29 +117,27 @@ def _parse_jsonl(path: Path) -> pa.Table:
 
 
 def _open_csv(
-    source: str | bytes, dialect: Dialect, types: dict[str, pa.DataType], wanted: list[str] | None
+    source: str | bytes, delimiter: str, types: dict[str, pa.DataType], wanted: list[str] | None
 ) -> pyarrow.csv.CSVStreamingReader:
-    """Returns a reader of the batches of a CSV, a path or its content."""
     return pyarrow.csv.open_csv(
         pa.OSFile(source) if isinstance(source, str) else pa.BufferReader(source),
         # rows are counted only by one thread
         pyarrow.csv.ReadOptions(use_threads=False, block_size=BLOCK_BYTES),
-        pyarrow.csv.ParseOptions(delimiter=dialect.delimiter, newlines_in_values=True),
+        pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True),
         pyarrow.csv.ConvertOptions(column_types=types, include_columns=wanted),
     )
 
 
-def find_csv_kinds(path: Path, dialect: Dialect) -> dict[str, Kind]:
+def find_csv_kinds(path: Path, delimiter: str = ",", decimal: str = ".") -> dict[str, Kind]:
     """Returns the kind of every column by name, from the first rows."""
-    for batch in read_csv(path, None, dialect):
+    for batch in read_csv(path, None, delimiter):
         if batch.num_rows:
             columns = zip(batch.schema.names, batch.columns, strict=True)
-            return {name: _kind_of_cells(column, dialect.decimal) for name, column in columns}
+            return {name: _kind_of_cells(column, decimal) for name, column in columns}
     raise InputError(f"{path}: table has no rows, expected one a sample")
 
 
 def _kind_of_cells(cells: pa.Array, decimal: str) -> Kind:
-    """Returns whether cells that are there are numbers."""
     there = cells.filter(pc.invert(pc.is_in(pc.utf8_trim_whitespace(cells), pa.array(MISSING))))
     return "numbers" if len(there) and parse_numbers(there, decimal) is not None else "text"
 
@@ -179,12 +163,10 @@ def find_parquet_kinds(path: Path) -> dict[str, Kind]:
     with _open_parquet(path, []) as file:
         schema = file.schema_arrow
         check_columns(path, schema.names)
-        if file.metadata.num_rows < 1:
-            raise InputError(f"{path}: table has no rows, expected one a sample")
-        return {field.name: _kind_of_type(field.type) for field in schema}
+        return {field.name: kind_of_type(field.type) for field in schema}
 
 
-def _kind_of_type(type_: pa.DataType) -> Kind:
+def kind_of_type(type_: pa.DataType) -> Kind:
     """Returns the kind of a column of a type of Arrow."""
     type_, kinds = storage_type(type_), pa.types
     if is_number(type_) or kinds.is_decimal(type_):
@@ -218,7 +200,6 @@ def read_parquet(path: Path, wanted: list[str]) -> Iterator[pa.RecordBatch]:
 
 
 def _open_parquet(path: Path, text: list[str]) -> pyarrow.parquet.ParquetFile:
-    """Returns an open Parquet file; columns of `text` stay lists of distinct words."""
     with open_unpacked(path):  # a regular file, and no pickle
         pass
     with report_damage(path, PARQUET):
@@ -228,7 +209,6 @@ def _open_parquet(path: Path, text: list[str]) -> pyarrow.parquet.ParquetFile:
 
 
 def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: list[str]) -> None:
-    """Raises InputError if columns take more memory than a packed file's arrays may."""
     need = 0
     for group in (metadata.row_group(i) for i in range(metadata.num_row_groups)):
         for column in (group.column(i) for i in range(group.num_columns)):
@@ -241,3 +221,38 @@ def _check_memory(path: Path, metadata: pyarrow.parquet.FileMetaData, wanted: li
             f" {readers.MAX_UNPACKED_BYTES}; name fewer in x, or store x.npy for"
             " dataset=npy, which stays on the disk"
         )
+
+
+def storage_type(type: pa.DataType) -> pa.DataType:
+    """Returns how values are stored: without extensions, those of a dictionary as its words."""
+    type = type.storage_type if isinstance(type, pa.BaseExtensionType) else type
+    return type.value_type if pa.types.is_dictionary(type) else type
+
+
+def unwrap(array: pa.Array) -> pa.Array:
+    """Returns the storage of an array of an extension type, other arrays as they are."""
+    return array.storage if isinstance(array, pa.ExtensionArray) else array
+
+
+def is_text(type: pa.DataType) -> bool:
+    """Returns whether values are text, also as a dictionary of few distinct words."""
+    kinds, type = pa.types, storage_type(type)
+    return kinds.is_string(type) or kinds.is_large_string(type) or kinds.is_string_view(type)
+
+
+def is_binary(type: pa.DataType) -> bool:
+    """Returns whether values are bytes."""
+    kinds = pa.types.is_binary, pa.types.is_large_binary, pa.types.is_fixed_size_binary
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_list(type: pa.DataType) -> bool:
+    """Returns whether values are lists."""
+    kinds = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return any(is_kind(type) for is_kind in kinds)
+
+
+def is_number(type: pa.DataType) -> bool:
+    """Returns whether values are integers, floats or booleans."""
+    kinds = pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean
+    return any(is_kind(type) for is_kind in kinds)

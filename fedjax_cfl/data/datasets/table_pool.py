@@ -7,26 +7,24 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fedjax_cfl.data.datasets.arrow_files import is_text
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
 from fedjax_cfl.data.datasets.pool import name_clients, number_names, number_owners
 from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.table_cells import (
     Place,
     Words,
-    count_rows,
     join_parts,
     number_words,
     read_features,
     read_numbers,
     read_times,
 )
-from fedjax_cfl.data.datasets.table_files import MISSING, Kind, parse_numbers
+from fedjax_cfl.data.datasets.table_files import MISSING, Kind, is_text, parse_numbers
 from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.types import Pool
 
 ROLES = ("y", "client", "split", "time", "concept")
-SPLITS = {"train": 0, "test": 1, "0": 0, "1": 1}
+SPLITS = {"train": 0, "training": 0, "test": 1, "testing": 1, "0": 0, "1": 1}
 INDEX = ("", "__index_level_0__", "Unnamed: 0")  # row numbers, as pandas writes them
 MOST_LISTED = 9  # names in a message
 
@@ -51,6 +49,7 @@ class Table(NamedTuple):
     find_kinds: Callable[[Path], dict[str, Kind]]
     read: Callable[[Path, list[str]], Iterator[pa.RecordBatch]]
     decimal: str = "."
+    trim: bool = True  # of text: spaces around it are left out
 
 
 def read_pool(
@@ -84,8 +83,9 @@ def read_pool(
     if several:
         parts["y"] = _stack_features([parts.pop(f"y[{place}]") for place in range(len(several))])
     if with_images and stack:
-        rows = count_rows(next(iter(parts.values()))) if parts else _count(table, features[0])
-        x = stack(_iterate_images(table, features[0]), rows)
+        one = next(iter(roles.values()), features[0])  # a column with as many rows
+        batches = (batch for shard in table.shards for batch in table.read(shard, [one]))
+        x = stack(iterate_images(table, features[0]), sum(map(len, batches)))
     else:
         x = _stack_features([found[name] for name in features])
     return assemble_pool(path, x, parts, num_classes)
@@ -131,7 +131,6 @@ def _choose_features(
 
 
 def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...]) -> None:
-    """Raises InputError for columns that are no features, and for images or lists among others."""
     for name, kind in kinds.items():
         if kind in ("lists", "images") and len(kinds) > 1:
             raise InputError(
@@ -155,7 +154,7 @@ def read_columns(
     """Returns columns by name: numbers [N, ...], dates [N] or words; `texts` are features of
     text, `targets` columns of numbers to regress.
     """
-    wanted = [*roles.values(), *features]
+    wanted = list(dict.fromkeys([*roles.values(), *features]))
     parts: dict[str, list[np.ndarray]] = {name: [] for name in wanted}
     known: dict[str, dict[str, int]] = {name: {} for name in wanted}
     for shard in table.shards:
@@ -164,7 +163,7 @@ def read_columns(
                 f"{shard}: column {min(lost)} is missing, expected it as in {table.shards[0].name}"
             )
         row = 1
-        for batch in table.read(shard, wanted):
+        for batch in filter(len, table.read(shard, wanted)):
             for name, cells in zip(wanted, batch.columns, strict=True):
                 place = Place(shard, name, row, table.decimal)
                 if name == roles.get("time"):
@@ -174,7 +173,7 @@ def read_columns(
                 elif name in targets:
                     part = read_numbers(place, cells, "fill it in or leave the row out")
                 elif is_text(cells.type):
-                    part = number_words(place, cells, known[name])
+                    part = number_words(place, cells, known[name], table.trim)
                 elif known[name]:
                     raise InputError(
                         f"{shard}: column {name} is {cells.type}, expected text as in other files"
@@ -186,12 +185,7 @@ def read_columns(
     return {name: join_parts(table.path, name, parts.pop(name), known[name]) for name in wanted}
 
 
-def _count(table: Table, name: str) -> int:
-    """Returns the number of rows of a table, by one of its columns."""
-    return sum(batch.num_rows for shard in table.shards for batch in table.read(shard, [name]))
-
-
-def _iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
+def iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
     """Yields (what a message calls it, content) of the images in a column."""
     for shard in table.shards:
         row = 1
@@ -199,26 +193,25 @@ def _iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
             cells = batch.column(0)
             inside = pa.types.is_struct(cells.type)
             if inside:
-                cells = cells.field("bytes")
+                # unlike `field`, of a row that is null it has null
+                cells = cells.flatten()[cells.type.get_field_index("bytes")]
             for cell in cells:
                 content, place = cell.as_py(), f"{shard}: column {name} in row {row}"
                 if not content:
                     what = "no bytes, at most a path" if inside else "no value"
                     raise InputError(
-                        f"{place} (the first is 1) has {what}, expected the bytes of an image"
+                        f"{place} (the first is 1) has {what}, expected the bytes of an image;"
+                        " datasets.load_dataset(...).save_to_disk(FOLDER) embeds them"
                     )
                 yield place, content
                 row += 1
 
 
 def _stack_features(columns: list[np.ndarray | Words]) -> np.ndarray:
-    """Returns features [N, F] float32, or those of a column of lists [N, ...]."""
     if len(columns) == 1 and isinstance(columns[0], np.ndarray) and columns[0].ndim > 1:
         return columns[0]
-    x = np.empty((count_rows(columns[0]), len(columns)), np.float32)
-    for j, column in enumerate(columns):
-        x[:, j] = column.number if isinstance(column, Words) else column
-    return x
+    numbers = [column.number if isinstance(column, Words) else column for column in columns]
+    return np.stack(numbers, axis=1, dtype=np.float32)
 
 
 def assemble_pool(
@@ -272,7 +265,6 @@ def _as_numbers(
 
 
 def _read_split(path: str, column: np.ndarray | Words) -> np.ndarray:
-    """Returns 0 for training and 1 for testing [N]."""
     if not isinstance(column, Words):
         return column
     for number, word in enumerate(column.words):

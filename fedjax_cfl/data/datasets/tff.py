@@ -8,7 +8,7 @@ import os
 import string
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,8 @@ from fedjax_cfl.data.datasets.pool import name_clients, number_names, sort_names
 from fedjax_cfl.data.datasets.readers import list_folder, list_names, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, PositiveInt, check_arguments, or_none
+from fedjax_cfl.validation import OptionalText, PositiveInt, check_arguments
 
-Name = Annotated[str | None, or_none(TEXT)]
 TestClients = Literal["same", "own"]
 SAMPLES = ("pixels", "image")  # their features, in well-known data sets
 TRAIN, TEST = "_train.h5", "_test.h5"
@@ -55,8 +54,8 @@ class Examples(NamedTuple):
 
 def tff_hdf5(
     path: str | Path,
-    x: Name = None,
-    y: Name = None,
+    x: OptionalText = None,
+    y: OptionalText = None,
     test_clients: TestClients | None = None,
     num_classes: PositiveInt | None = None,
 ) -> Pool:
@@ -123,7 +122,6 @@ def make_pool(
 
 
 def _find_files(path: Path) -> tuple[Path, Path | None]:
-    """Returns the file to read and the one for testing, if there is one."""
     if os.path.isdir(path):
         names = [name for name in list_folder(path) if name.endswith(TRAIN) and name[0] != "."]
         if len(names) != 1:
@@ -208,7 +206,6 @@ def collect(
 def _number_clients(
     file: Path, parts: list[Examples], test_clients: TestClients | None
 ) -> tuple[list[str], np.ndarray]:
-    """Returns the names of all clients in order, and the number of each client of each part."""
     train, test = parts[0].clients, [name for part in parts[1:] for name in part.clients]
     shared = set(train) & set(test)
     if test_clients is None and any(name.isdigit() for name in shared):

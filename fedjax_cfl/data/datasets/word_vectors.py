@@ -102,7 +102,12 @@ def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
                     f" {VECTOR_SIZE} numbers"
                 )
             word, _, rest = line.partition(b" ")
-            _check_utf8(place, word)
+            try:  # another encoding would only look like unknown words
+                word.decode()
+            except UnicodeDecodeError:
+                raise InputError(
+                    f"{place}: word {shorten(word)} is not UTF-8, expected a GloVe text file"
+                ) from None
             if (i := wanted.pop(word, None)) is not None:
                 table[i] = _vector(place, rest.split(b" "))
     if number == 0:
@@ -117,20 +122,7 @@ def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
     return table
 
 
-def _check_utf8(place: str, word: bytes) -> None:
-    """Raises InputError for a word that is not UTF-8: another encoding would only look
-    like unknown words.
-    """
-    try:
-        word.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"{place}: word {shorten(word)} is not UTF-8, expected a GloVe text file"
-        ) from error
-
-
 def _vector(place: str, columns: list[bytes]) -> np.ndarray:
-    """Returns the numbers of a line [VECTOR_SIZE] float32."""
     vector = np.zeros(VECTOR_SIZE, np.float32)
     for i, column in enumerate(columns):
         try:
