@@ -20,7 +20,7 @@ from rich.table import Table
 from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_rows
-from fedjax_cfl.runs.results import compute_measures, read_metrics, write_csv, write_text
+from fedjax_cfl.runs.results import compute_measures, read_metrics, write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
@@ -287,8 +287,8 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     machine = f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. "
     lines += ["", f"Last command: `{command}`", "", f"{machine}Seeds per cell: {seeds}."]
     write_text(out / "table.md", "\n".join(lines) + "\n")
-    rows = [[record.get(name) for name in FIELDS] for record in records]
-    write_csv(out / "table.csv", FIELDS, rows)
+    rows = [{name: record.get(name) for name in FIELDS} for record in records]
+    write_columns(out / "table.csv", rows)
 
 
 def row_title(table: dict, row: str) -> str:
