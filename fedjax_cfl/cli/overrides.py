@@ -80,7 +80,7 @@ def _check_choices(choices: list[list[str]]) -> tuple[DictConfig, dict, dict[str
     axes = grid_axes(config)
     for number, options in enumerate(choices):
         for other in options[1:]:
-            check_overrides([*first[:number], other, *first[number + 1 :]])
+            compose_checked([*first[:number], other, *first[number + 1 :]])
     return composed, config, axes
 
 
@@ -110,24 +110,10 @@ def _vectorized_values(asked: list[Override], choices: list[list[str]], together
     command line gives them.
     """
     values = {
-        override.key_or_group: [text.partition("=")[2] for text in options]
+        override.key_or_group: "=" + ",".join(text.partition("=")[2] for text in options)
         for override, options in zip(asked, choices, strict=True)
     }
-    return (
-        "["
-        + ",".join(
-            f"'{name}={','.join(values[name])}'" if name in values else f"'{name}'"
-            for name in together
-        )
-        + "]"
-    )
-
-
-def check_overrides(overrides: list[str]) -> dict[str, Any]:
-    """Returns a resolved configuration as a dict. Raises InputError for names that do
-    not exist and values that are not allowed.
-    """
-    return compose_checked(overrides)[1]
+    return "[" + ",".join(f"'{name}{values.get(name, '')}'" for name in together) + "]"
 
 
 def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
