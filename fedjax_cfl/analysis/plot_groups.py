@@ -102,14 +102,9 @@ def _draw_flows(
         stays = found.source == found.target
         # few movers must not vanish behind many who stay
         for some, alpha in ((stays, 0.35), (~stays, 0.7)):
-            axes.add_collection(
-                PolyCollection(
-                    [bands[n] for n in np.flatnonzero(some)],
-                    facecolors=[colours[found.kind[n]] for n in np.flatnonzero(some)],
-                    alpha=alpha,
-                    linewidths=0,
-                )
-            )
+            outlines = [bands[n] for n in np.flatnonzero(some)]
+            faces = [colours[kind] for kind in found.kind[some]]
+            axes.add_collection(PolyCollection(outlines, fc=faces, alpha=alpha, linewidths=0))
     for column, at in enumerate(rounds):
         _draw_column(axes, at, width, groups[column], kinds[column], nodes[column], colours)
     for group, node in nodes[-1].items():
