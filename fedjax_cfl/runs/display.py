@@ -150,12 +150,8 @@ def progress(
     """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
     line every LOG_SECONDS where stderr is not a terminal; nothing unless `verbose`.
     """
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
+    said = TextColumn("{task.description}")
+    columns = BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn()
     terminal, shown = verbose and sys.stderr.isatty(), time.monotonic()
     # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
     # are further apart

@@ -84,8 +84,7 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     attempt(f"{results.CLIENTS_FILE} is not written", write_own)
     for name, table in extras.tables.items():
         attempt(
-            f"{name} is not written",
-            lambda: results.write_clients(run_dir, table, name, run_id),
+            f"{name} is not written", lambda: results.write_clients(run_dir, table, name, run_id)
         )
     fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
