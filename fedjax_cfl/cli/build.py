@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import compose_checked
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.data.dealing import set_apart_validation
@@ -54,7 +54,7 @@ def resolve_settings(overrides: list[str]) -> dict:
     InputError for what is not allowed.
     """
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return compose_checked(overrides)[1]
+        return check_overrides(overrides)
 
 
 def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, Local]:

@@ -80,7 +80,7 @@ def _check_choices(choices: list[list[str]]) -> tuple[DictConfig, dict, dict[str
     axes = grid_axes(config)
     for number, options in enumerate(choices):
         for other in options[1:]:
-            compose_checked([*first[:number], other, *first[number + 1 :]])
+            check_overrides([*first[:number], other, *first[number + 1 :]])
     return composed, config, axes
 
 
@@ -114,6 +114,13 @@ def _vectorized_values(asked: list[Override], choices: list[list[str]], together
         for override, options in zip(asked, choices, strict=True)
     }
     return "[" + ",".join(f"'{name}{values.get(name, '')}'" for name in together) + "]"
+
+
+def check_overrides(overrides: list[str]) -> dict[str, Any]:
+    """Returns a resolved configuration as a dict. Raises InputError for names that do
+    not exist and values that are not allowed.
+    """
+    return compose_checked(overrides)[1]
 
 
 def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
