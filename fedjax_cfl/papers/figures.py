@@ -95,7 +95,7 @@ def draw_panels(table: dict, found: dict[tuple[str, str], list[Path]], path: Pat
             for column, seeds in methods.items():
                 draw_band(axes, *average_runs(seeds, (name,)), styles[column], column)
             title = row_title(table, row) if i == 0 else ""
-            style_axes(axes, title, "round", AXIS_LABELS.get(name, name) if j == 0 else "")
+            style_axes(axes, title, "round", str(AXIS_LABELS.get(name, name)) if j == 0 else "")
             axes.set_xlim(left=0)
             if "accuracy" in name:
                 format_percent_axis(axes)
