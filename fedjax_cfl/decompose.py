@@ -8,6 +8,8 @@ bit.
 """
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,47 +17,32 @@ import jax.numpy as jnp
 from fedjax_cfl.types import Key
 
 
-@jax.custom_batching.sequential_vmap
-def _eigh(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    values, vectors = jnp.linalg.eigh(matrix)
-    return values, vectors
-
-
-@jax.custom_batching.sequential_vmap
-def _svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
-    return left, values, right
-
-
-@jax.custom_batching.sequential_vmap
-def _svdvals(matrix: jax.Array) -> jax.Array:
-    return jnp.linalg.svd(matrix, compute_uv=False)
-
-
-@jax.custom_batching.sequential_vmap
-def _qr(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, r = jnp.linalg.qr(matrix)
-    return q, r
+def _decompose(function: Callable, matrix: jax.Array) -> Any:
+    if jnp.ndim(matrix) != 2:
+        raise ValueError(
+            f"one matrix, [rows, columns], is decomposed; map over {jnp.shape(matrix)}"
+        )
+    return jax.custom_batching.sequential_vmap(lambda matrix: tuple(function(matrix)))(matrix)
 
 
 def eigh(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns the eigenvalues [n], ascending, and eigenvectors [n, n] of a symmetric matrix."""
-    return _eigh(_one(matrix))
+    return _decompose(jnp.linalg.eigh, matrix)
 
 
 def svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (U [n, k], singular values [k], V' [k, p]) of a matrix [n, p], k = min(n, p)."""
-    return _svd(_one(matrix))
+    return _decompose(partial(jnp.linalg.svd, full_matrices=False), matrix)
 
 
 def svdvals(matrix: jax.Array) -> jax.Array:
     """Returns the singular values [min(n, p)] of a matrix [n, p], the largest first."""
-    return _svdvals(_one(matrix))
+    return _decompose(lambda matrix: (jnp.linalg.svd(matrix, compute_uv=False),), matrix)[0]
 
 
 def qr(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns (Q [n, k], R [k, p]) of a matrix [n, p], k = min(n, p)."""
-    return _qr(_one(matrix))
+    return _decompose(jnp.linalg.qr, matrix)
 
 
 def one_at_a_time(init: Callable) -> Callable:
@@ -67,12 +54,3 @@ def one_at_a_time(init: Callable) -> Callable:
         return jax.custom_batching.sequential_vmap(lambda key: init(key, shape, dtype))(key)
 
     return draw
-
-
-def _one(matrix: jax.Array) -> jax.Array:
-    """Returns the matrix. Raises ValueError for a batch: `jax.vmap` maps over one."""
-    if jnp.ndim(matrix) != 2:
-        raise ValueError(
-            f"one matrix, [rows, columns], is decomposed; map over {jnp.shape(matrix)}"
-        )
-    return matrix

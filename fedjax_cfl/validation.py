@@ -123,7 +123,6 @@ Fraction = Annotated[float, number("a number between 0 and 1", lambda value: 0 <
 BelowOne = Annotated[float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)]
 FromOne = Annotated[float, number("a number >= 1", lambda value: value >= 1)]
 FromMinusOne = Annotated[float, number("a number >= -1", lambda value: value >= -1)]
-AboveOne = Annotated[float, number("a finite number > 1", lambda value: value > 1)]
 Trim = Annotated[
     float, number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
 ]

@@ -223,6 +223,9 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
         "seed": 3,
         **summarize_rows([row(5, 0.125)]),
         "compile_s": np.float32(2),
+        **dict.fromkeys(("train_s", "eval_s", "client_updates_per_s", "local_steps_per_s"), 1.0),
+        **dict.fromkeys(("programs", "programs_from_cache", "peak_memory_bytes"), 3),
+        "devices": "1 x cpu",
     }
     console.print(final_table(summary))
     text = console.export_text()

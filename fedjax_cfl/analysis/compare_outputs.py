@@ -11,12 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedjax_cfl.analysis.compare_inputs import IDENTITY
-from fedjax_cfl.analysis.plot import (
-    add_legend,
-    new_figure,
-    scale_scores,
-    style_axes,
-)
+from fedjax_cfl.analysis.plot import add_legend, new_figure, scale_scores, style_axes
 from fedjax_cfl.analysis.plot_costs import (
     ROUNDS,
     Cost,

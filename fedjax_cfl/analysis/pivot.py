@@ -17,8 +17,7 @@ from fedjax_cfl.analysis.compare_outputs import (
     print_table,
 )
 from fedjax_cfl.analysis.plot_costs import score_of_set
-from fedjax_cfl.analysis.relative import pair_key
-from fedjax_cfl.analysis.statistics import bootstrap_mean
+from fedjax_cfl.analysis.statistics import bootstrap_mean, list_gaps, pair_runs
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.formatting import escape_latex, escape_markdown, escape_markup
 from fedjax_cfl.runs.results import read_settings, write_columns, write_text
@@ -156,14 +155,9 @@ def _name_place(settings: dict[str, Any], names: str) -> str:
     return ", ".join(found) or "-"
 
 
-def is_high_best(measure: str) -> bool:
-    """Returns whether the highest value of a measure is the best."""
-    return measure not in COSTS and not measure.endswith(("rmse", "mae"))
-
-
 def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str]:
     """Returns the rank of each set of runs of one column, by row."""
-    sign = 1 if is_high_best(measure) else -1
+    sign = -1 if measure in COSTS or measure.endswith(("rmse", "mae")) else 1
     known = {row: sign * group[measure][0] for row, group in inside.items() if group[measure][2]}
     if len(known) < 2:
         return dict.fromkeys(inside, PLAIN)
@@ -179,9 +173,8 @@ def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str
             return BEST
         if shown[row] == shown[best]:  # no reader could tell why one is bold
             return TIED
-        one, other = ({pair_key(r): r for r in inside[name]["members"]} for name in (best, row))
-        pairs = [(one[key].get(measure), other[key].get(measure)) for key in one if key in other]
-        gap = bootstrap_mean([sign * (a - b) for a, b in pairs if a is not None and b is not None])
+        gaps = list_gaps(pair_runs(inside[best], inside[row]), measure)
+        gap = bootstrap_mean([sign * gap for gap in gaps])
         return TIED if gap.values > 1 and gap.low <= 0 else PLAIN
 
     return {row: rank(row) for row in inside}
@@ -197,17 +190,19 @@ def format_cell(cell: Cell | None, plus: str = " ± ") -> str:
 
 
 def lay_out(
-    pivot: Pivot, escape: Callable[[str], str], marks: dict[str, str], plus: str = " ± "
+    pivot: Pivot, escape: Callable[[str], str], bold: str, plus: str = " ± "
 ) -> list[list[str]]:
-    """Returns the lines of the table, the first one the columns' names. `marks` has a format for
-    each rank; `escape` makes texts from files harmless.
+    """Returns the lines of the table, the first one the columns' names. `bold` is the format of
+    what is not PLAIN; `escape` makes texts from files harmless.
     """
     lines = [["", *(escape(pivot.name_line(column, 1)) for column in pivot.columns)]]
     for row in pivot.rows:
         cells = [pivot.cells.get((row, column)) for column in pivot.columns]
         shown = [format_cell(cell, plus) for cell in cells]
-        ranks = [cell.rank if cell else PLAIN for cell in cells]
-        marked = [marks[rank].format(text) for rank, text in zip(ranks, shown, strict=True)]
+        marked = [
+            bold.format(text) if cell and cell.rank != PLAIN else text
+            for cell, text in zip(cells, shown, strict=True)
+        ]
         lines.append([escape(pivot.name_line(row, 0)), *marked])
     return lines
 
@@ -222,37 +217,19 @@ def describe(pivot: Pivot) -> str:
 
 def write_pivot(pivot: Pivot, out: Path) -> None:
     """Prints the table and writes pivot.csv, pivot.md and pivot.tex into `out`."""
-    terminal = lay_out(
-        pivot,
-        escape_markup,
-        {PLAIN: "{}", BEST: "[bold]{}[/bold]", TIED: "[bold]{}[/bold]"},
-    )
-    print_table(describe(pivot), *terminal)
+    print_table(describe(pivot), *lay_out(pivot, escape_markup, "[bold]{}[/bold]"))
     print(LEGEND)
     write_columns(out / "pivot.csv", pivot.list_cells())
-    markdown = lay_out(pivot, escape_markdown, {PLAIN: "{}", BEST: "**{}**", TIED: "**{}**"})
-    text = format_markdown(*markdown)
+    text = format_markdown(*lay_out(pivot, escape_markdown, "**{}**"))
     write_text(out / "pivot.md", f"{text}\n{describe(pivot)}; {LEGEND}\n")
     write_text(out / "pivot.tex", format_latex(pivot))
 
 
 def format_latex(pivot: Pivot) -> str:
     """Returns the table for LaTeX with the package booktabs."""
-    marks = {PLAIN: "{}", BEST: r"\textbf{{{}}}", TIED: r"\textbf{{{}}}"}
-    head, *lines = (
-        " & ".join(line) + r" \\" for line in lay_out(pivot, escape_latex, marks, r" $\pm$ ")
-    )
+    grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ")
+    head, *lines = (" & ".join(line) + r" \\" for line in grid)
     shape = "l" + "r" * len(pivot.columns)
-    return "\n".join(
-        [
-            f"% {describe(pivot)}; {LEGEND}",
-            rf"\begin{{tabular}}{{{shape}}}",
-            r"\toprule",
-            head,
-            r"\midrule",
-            *lines,
-            r"\bottomrule",
-            r"\end{tabular}",
-            "",
-        ]
-    )
+    top = [f"% {describe(pivot)}; {LEGEND}", rf"\begin{{tabular}}{{{shape}}}", r"\toprule"]
+    bottom = [r"\bottomrule", r"\end{tabular}", ""]
+    return "\n".join([*top, head, r"\midrule", *lines, *bottom])

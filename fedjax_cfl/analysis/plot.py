@@ -142,30 +142,16 @@ def format_percent_axis(axes: Axes) -> None:
 
 def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
     rounds, empty = [row["round"] for row in rows], True
+    marker = "o" if len(rows) <= 20 else ""
     for (name, label), colour in zip(named.items(), make_palette(len(named)), strict=True):
         values = series(rows, name)
         if np.isfinite(values).any():
-            axes.plot(
-                rounds,
-                values,
-                color=colour,
-                linewidth=1.8,
-                marker="o" if len(rows) <= 20 else "",
-                markersize=4,
-                label=label,
-            )
+            line = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
+            axes.plot(rounds, values, label=label, **line)
             empty = False
     if empty:
-        axes.text(
-            0.5,
-            0.5,
-            "nothing recorded",
-            transform=axes.transAxes,
-            ha="center",
-            va="center",
-            color="0.5",
-            fontsize=11,
-        )
+        amid = {"transform": axes.transAxes, "ha": "center", "va": "center"}
+        axes.text(0.5, 0.5, "nothing recorded", color="0.5", fontsize=11, **amid)
         axes.set_yticks([])
 
 
@@ -182,16 +168,8 @@ def _plot_score(axes: Axes, rows: list[dict[str, Any]]) -> None:
         value = best[f"best_{score.name}"]
         word = "chosen on validation samples" if "chosen_round" in best else "best"
         label = f"{word}: {score.format(value, 1)} at round {best['best_round']}"
-        axes.plot(
-            best["best_round"],
-            value,
-            "*",
-            color="black",
-            markersize=12,
-            linestyle="none",
-            label=label,
-            zorder=4,
-        )
+        star = {"color": "black", "markersize": 12, "linestyle": "none", "zorder": 4}
+        axes.plot(best["best_round"], value, "*", label=label, **star)
     limit_scores(axes, score)
     style_axes(axes, f"Test {score.words}", "round", score.axis)
 
@@ -260,28 +238,15 @@ def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
     areas = []
     if count:
-        areas = axes.stackplot(
-            rounds,
-            sizes.T,
-            colors=make_palette(count),
-            alpha=0.85,
-            edgecolor="white",
-            linewidth=0.4,
-        )
+        area = {"alpha": 0.85, "edgecolor": "white", "linewidth": 0.4}
+        areas = axes.stackplot(rounds, sizes.T, colors=make_palette(count), **area)
         axes.set_ylim(0, max(np.nansum(sizes, axis=1).max(), 1))
     if 1 <= count <= 8:
         labels = [f"group {group}" for group in range(count)]
-        axes.legend(
-            areas[::-1],
-            labels[::-1],
-            frameon=False,
-            fontsize=10,
-            loc="center left",
-            bbox_to_anchor=(1, 0.5),
-        )
-    style_axes(
-        axes, "Clients per group" + (f" ({count} groups)" if count > 8 else ""), "round", "clients"
-    )
+        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
+        axes.legend(areas[::-1], labels[::-1], frameon=False, fontsize=10, **beside)
+    title = "Clients per group" + (f" ({count} groups)" if count > 8 else "")
+    style_axes(axes, title, "round", "clients")
 
 
 def _plot_concepts(axes: Axes, rows: list[dict[str, Any]]) -> None:

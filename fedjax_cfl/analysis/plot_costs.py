@@ -11,13 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fedjax_cfl.analysis.compare_inputs import DATA
-from fedjax_cfl.analysis.plot import (
-    add_legend,
-    make_palette,
-    new_figure,
-    scale_scores,
-    style_axes,
-)
+from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, scale_scores, style_axes
 from fedjax_cfl.runs.results import series
 from fedjax_cfl.scores import Score, score_of
 

@@ -42,7 +42,9 @@ def draw_alluvial(
     figure = new_figure(12, 7.2, title)
     above, scores, moves = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.3, 0.9])
     chosen = flows.choose_snapshots(len(found.rounds), SNAPSHOTS)
-    colours = _colour_classes(classes)
+    palette = make_palette(7)
+    colours = [LOST if name == flows.OTHER else palette[n] for n, name in enumerate(classes.names)]
+    colours.append(UNKNOWN)  # of class -1
     drawn = _draw_flows(above, found.rounds[chosen], followed[chosen], classes, chosen, colours)
     shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
     _mark_events(above, rows, drawn)
@@ -50,23 +52,16 @@ def draw_alluvial(
     above.grid(visible=False)
     _draw_scores(scores, rows)
     _draw_moves(moves, found.rounds, flows.count_moves(followed))
-    above.set_xlim(_limits(found.rounds))
+    first, last = found.rounds[0], found.rounds[-1]
+    room = max(_find_spacing(found.rounds) / 2, 0.01 * float(last - first))
+    above.set_xlim(first - room, last + room)
     handles, names = _legend(classes, colours, rows, bool((found.groups < 0).any()))
     add_legend(figure, handles, names, 5)
     return figure
 
 
-def _limits(rounds: np.ndarray) -> tuple[float, float]:
-    bar = float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0]))) / 2
-    room = max(bar, 0.01 * float(rounds[-1] - rounds[0]))
-    return rounds[0] - room, rounds[-1] + room
-
-
-def _colour_classes(classes: flows.Classes) -> list[Any]:
-    """Returns the colour of class 0, 1, ... and, last, of class -1."""
-    palette = make_palette(7)
-    named = [LOST if name == flows.OTHER else palette[n] for n, name in enumerate(classes.names)]
-    return [*named, UNKNOWN]
+def _find_spacing(rounds: np.ndarray) -> float:
+    return float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0])))
 
 
 def _place_nodes(groups: np.ndarray) -> dict[int, Node]:
@@ -95,7 +90,7 @@ def _draw_flows(
     """Draws groups [T, S] and the flows between them; returns the bottom of all."""
     kinds, size = classes.numbers[chosen], groups.shape[1]
     nodes = [_place_nodes(row) for row in groups]
-    width = BAR * float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0]))) / 2
+    width = BAR * _find_spacing(rounds) / 2
     for column in range(len(rounds) - 1):
         found = flows.count_flows(groups[column], groups[column + 1], kinds[column + 1])
         left = _stack(found.source, (found.target, found.kind), found.clients, nodes[column])
@@ -107,14 +102,9 @@ def _draw_flows(
         stays = found.source == found.target
         # few movers must not vanish behind many who stay
         for some, alpha in ((stays, 0.35), (~stays, 0.7)):
-            axes.add_collection(
-                PolyCollection(
-                    [bands[n] for n in np.flatnonzero(some)],
-                    facecolors=[colours[found.kind[n]] for n in np.flatnonzero(some)],
-                    alpha=alpha,
-                    linewidths=0,
-                )
-            )
+            outlines = [bands[n] for n in np.flatnonzero(some)]
+            faces = [colours[kind] for kind in found.kind[some]]
+            axes.add_collection(PolyCollection(outlines, fc=faces, alpha=alpha, linewidths=0))
     for column, at in enumerate(rounds):
         _draw_column(axes, at, width, groups[column], kinds[column], nodes[column], colours)
     for group, node in nodes[-1].items():
@@ -214,8 +204,7 @@ def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
-    width = 0.8 * float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0])))
-    axes.bar(rounds, 100 * shares, width, color="0.4")
+    axes.bar(rounds, 100 * shares, 0.8 * _find_spacing(rounds), color="0.4")
     axes.set_ylim(0, max(5.0, 105 * float(shares.max(initial=0))))
     style_axes(axes, "", "round", "moved, %")
 

@@ -146,13 +146,25 @@ def compute_tests(differences: ArrayLike, higher: bool = True) -> PairedTests | 
     return PairedTests(*(sides if higher else sides[::-1]), *chances)
 
 
-def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
+def pair_runs(
+    one: dict[str, Any], other: dict[str, Any]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Returns the runs of two sets that have the same seed and data."""
     left, right = ({pair_key(run): run for run in each["members"]} for each in (one, other))
-    shared = [key for key in left if key in right and key[0] is not None]
+    return [(left[key], right[key]) for key in left if key in right]
+
+
+def list_gaps(pairs: list[tuple[dict[str, Any], dict[str, Any]]], measure: str) -> list[float]:
+    """Returns by how much the first run of each pair has more of a measure that both have."""
+    values = [(one.get(measure), other.get(measure)) for one, other in pairs]
+    return [a - b for a, b in values if a is not None and b is not None]
+
+
+def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
+    shared = [pair for pair in pair_runs(one, other) if pair[0].get("seed") is not None]
 
     def minus(name: str) -> Estimate:
-        pairs = [(left[key].get(name), right[key].get(name)) for key in shared]
-        gaps = [a - b for a, b in pairs if a is not None and b is not None]
+        gaps = list_gaps(shared, name)
         owner = find_owner(name)
         tests = compute_tests(gaps, higher=owner is None or owner.higher)
         return bootstrap_mean(gaps)._replace(tests=tests)

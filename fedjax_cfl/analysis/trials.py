@@ -45,11 +45,6 @@ def read_chosen(folder: Path) -> dict[str, Any] | None:
     return chosen
 
 
-def list_last_runs(folder: Path) -> list[Path]:
-    """Returns the directories of the last runs of a finished `tune`, seeds in order."""
-    return [run_dir for run_dir, _ in list_runs(folder / LAST_RUNS)]
-
-
 def list_runs(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Yields the run directories of a sweep, also of sweeps of grids, each with the settings
     that vary.

@@ -20,11 +20,7 @@ from fedjax_cfl.algorithms.fesem.fesem import (
     pull_plainly,
     stored_mean,
 )
-from fedjax_cfl.algorithms.fesem.fesem_ma import (
-    mean_over_cohort,
-    weigh_classes,
-    weigh_plainly,
-)
+from fedjax_cfl.algorithms.fesem.fesem_ma import mean_over_cohort, weigh_classes, weigh_plainly
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models, random_models
 from fedjax_cfl.algorithms.fielding import represent
 from fedjax_cfl.algorithms.fielding.fielding import all_report, cohort_reports
@@ -131,12 +127,7 @@ FIELDING = {
 }
 # by method and parameter, the functions that can be named
 CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
-    algorithms.auxo: {
-        "split": {
-            "fixed": Maker(split_at),
-            "adaptive": Maker(split_adaptively),
-        }
-    },
+    algorithms.auxo: {"split": {"fixed": Maker(split_at), "adaptive": Maker(split_adaptively)}},
     algorithms.cfl: {"aggregate": MEANS},
     algorithms.cfl_gp: {"aggregate": MEANS},
     algorithms.clove: {"aggregate": MEANS},
@@ -179,10 +170,7 @@ CHOICES: dict[Callable, dict[str, dict[str, Any]]] = {
     algorithms.stocfl: {"aggregate": MEANS},
     algorithms.wecfl: {"distance": {"full": full_distance, "last_layer": last_layer_distance}},
     algorithms.md_icfl: {
-        "sampling": {
-            "back_search": Maker(back_search),
-            "generator": Maker(generator),
-        },
+        "sampling": {"back_search": Maker(back_search), "generator": Maker(generator)},
         "start": {"common": common_model, "random": random_groups},
         "privacy": {"weak": WEAK, "strong": STRONG},
         "aggregate": MEANS,

@@ -110,17 +110,10 @@ def _vectorized_values(asked: list[Override], choices: list[list[str]], together
     command line gives them.
     """
     values = {
-        override.key_or_group: [text.partition("=")[2] for text in options]
+        override.key_or_group: "=" + ",".join(text.partition("=")[2] for text in options)
         for override, options in zip(asked, choices, strict=True)
     }
-    return (
-        "["
-        + ",".join(
-            f"'{name}={','.join(values[name])}'" if name in values else f"'{name}'"
-            for name in together
-        )
-        + "]"
-    )
+    return "[" + ",".join(f"'{name}{values.get(name, '')}'" for name in together) + "]"
 
 
 def check_overrides(overrides: list[str]) -> dict[str, Any]:

@@ -187,11 +187,7 @@ def format_ranks(
 
 
 def draw(
-    table: dict,
-    scores: Scores,
-    ranked: ranks.Ranks,
-    cells: Sequence[dict[str, Any]],
-    path: Path,
+    table: dict, scores: Scores, ranked: ranks.Ranks, cells: Sequence[dict[str, Any]], path: Path
 ) -> None:
     """Draws mean ranks, scores by method and setting, and scores against megabytes."""
     order = np.argsort(ranked.mean)

@@ -11,7 +11,7 @@ import yaml
 
 from fedjax_cfl.analysis import trials
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.labels import is_execution
+from fedjax_cfl.runs.labels import is_execution, parse_overrides
 from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.validation import check_value, one_of
 
@@ -174,10 +174,8 @@ def filter_overrides(overrides: list[str]) -> set[str]:
 
 
 def requested_rounds(overrides: list[str]) -> str | None:
-    """Returns the last `rounds=`."""
-    return next(
-        (override for override in reversed(overrides) if override.startswith("rounds=")), None
-    )
+    """Returns the last value of `rounds`, None: the setting's own."""
+    return parse_overrides(overrides).get("rounds")
 
 
 def read_started(cell: Cell) -> tuple[list[str], list[int]] | None:
@@ -218,7 +216,7 @@ def has_run(cell: Cell) -> bool:
 def list_runs(cell: Cell) -> list[Path]:
     """Returns the directories of the runs that a finished cell shows, seeds in order."""
     if cell.grid:
-        return trials.list_last_runs(cell.folder)
+        return [run_dir for run_dir, _ in trials.list_runs(cell.folder / trials.LAST_RUNS)]
     return [cell.folder / str(seed) for seed in cell.seeds] or [cell.folder]
 
 

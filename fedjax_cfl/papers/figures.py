@@ -30,8 +30,8 @@ from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.papers.cells import row_columns, source_rows
 from fedjax_cfl.papers.report import (
     cell_measure,
-    completed_rows,
     headings,
+    is_shown,
     measure_scale,
     recorded_rows,
     row_title,
@@ -57,13 +57,14 @@ def column_styles(table: dict) -> dict[str, tuple]:
 def read_cells(
     table: dict, found: dict[tuple[str, str], list[Path]]
 ) -> dict[str, dict[str, list[list[dict]]]]:
-    """Returns the metrics of every finished cell, by row, column and seed; rows of
-    which nothing ran are left out.
+    """Returns the metrics of every finished cell, by row, column and seed; rows without cells of
+    their own, or of which nothing ran, are left out.
     """
     runs = {key: [read_metrics(folder) for folder in folders] for key, folders in found.items()}
     return {
         row: {c: runs[row, c] for c in row_columns(table, row) if (row, c) in runs}
-        for row in completed_rows(table, found)
+        for row in table["rows"]
+        if any(row == ran for ran, _ in runs)
     }
 
 
@@ -93,12 +94,8 @@ def draw_panels(table: dict, found: dict[tuple[str, str], list[Path]], path: Pat
             axes = grid[i, j]
             for column, seeds in methods.items():
                 draw_band(axes, *average_runs(seeds, (name,)), styles[column], column)
-            style_axes(
-                axes,
-                row_title(table, row) if i == 0 else "",
-                "round",
-                str(AXIS_LABELS.get(name, name)) if j == 0 else "",
-            )
+            title = row_title(table, row) if i == 0 else ""
+            style_axes(axes, title, "round", str(AXIS_LABELS.get(name, name)) if j == 0 else "")
             axes.set_xlim(left=0)
             if "accuracy" in name:
                 format_percent_axis(axes)
@@ -129,12 +126,8 @@ def draw_communication(table: dict, found: dict[tuple[str, str], list[Path]], pa
         style_axes(left, row_title(table, row), f"models sent so far, {unit}", "test accuracy")
         left.set_xlim(left=0)
         format_percent_axis(left)
-        draw_bars(
-            right,
-            {column: models_sent(seeds) / base for column, seeds in methods.items()},
-            table["rows"][row].get("published_cost", {}),
-            styles,
-        )
+        costs = {column: models_sent(seeds) / base for column, seeds in methods.items()}
+        draw_bars(right, costs, table["rows"][row].get("published_cost", {}), styles)
         style_axes(right, "", f"models sent in all, {unit}", "")
         right.grid(visible=False)
     save_with_legend(figure, path, list(grid[:, 0]), list(table["columns"]))
@@ -150,18 +143,10 @@ def draw_bars(
         text = f"{value:.2f}x" if largest < 1000 else f"{value:,.0f}"
         printed = published.get(column)
         if printed is not None:
-            axes.plot(
-                printed, place, "o", color="black", markerfacecolor="white", markersize=8, zorder=3
-            )
+            axes.plot(printed, place, "o", color="black", mfc="white", markersize=8, zorder=3)
             text += f"  (published {printed:.2f}x)"
-        axes.annotate(
-            text,
-            (max(value, printed or 0), place),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9.5,
-        )
+        beside = {"xytext": (8, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(text, (max(value, printed or 0), place), fontsize=9.5, **beside)
     axes.set_yticks(range(len(costs)), list(costs), fontsize=9.5)
     axes.set_ylim(len(costs) - 0.4, -0.6)
     axes.set_xlim(0, 1.8 * largest)
@@ -182,10 +167,9 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
     across = choose_across(table, rows, len(panels), outer == "row")
     down = math.ceil(len(panels) / across)
     cells = [{r[inner]: r for r in records if r[outer] == panel} for panel in panels]
-    places = [
-        [i for i, line in enumerate(lines) if is_known(shown.get(line))] or list(range(len(lines)))
-        for shown in cells
-    ]
+    # those that were run, even without a number as their result, or published
+    known = [[line for line in lines if line in own and is_shown(own[line])] for own in cells]
+    places = [[i for i, line in enumerate(lines) if not own or line in own] for own in known]
     longest = [max(map(len, places[i : i + across])) for i in range(0, len(panels), across)]
     height = 1.5 + sum(1.0 + 0.3 * length for length in longest)
     figure = new_figure(1.5 + 4.4 * across, height, table["title"])
@@ -205,11 +189,6 @@ def plot(table: dict, records: list[dict], path: Path) -> None:
         axes.remove()
     add_marks(figure, any(record["published"] is not None for record in records))
     save_figure(figure, path)
-
-
-def is_known(record: dict | None) -> bool:
-    """Returns whether a cell was run, even without a number as its result, or published."""
-    return record is not None and (record["runs"] > 0 or record["published"] is not None)
 
 
 def choose_across(table: dict, rows: list[str], panels: int, by_row: bool) -> int:
@@ -237,13 +216,8 @@ def add_marks(figure: Figure, published: bool) -> None:
     filled = Line2D([], [], marker="o", color="0.3", label="obtained, mean ± sd over seeds")
     hollow = Line2D([], [], marker="o", color="0.3", linestyle="", label="published")
     hollow.set(markerfacecolor="white", markersize=8)
-    figure.legend(
-        handles=[filled, hollow][: 1 + published],
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=10,
-    )
+    handles = [filled, hollow] if published else [filled]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False, fontsize=10)
 
 
 def draw_dots(axes: Axes, records: list[dict | None], shades: list) -> None:
@@ -251,37 +225,14 @@ def draw_dots(axes: Axes, records: list[dict | None], shades: list) -> None:
     for place, (record, shade) in enumerate(zip(records, shades, strict=True)):
         if record is None:
             continue
-        if None not in (record["published"], record["mean"]):
-            axes.plot(
-                [record["published"], record["mean"]],
-                [place, place],
-                color=shade,
-                linewidth=0.8,
-                linestyle=":",
-                zorder=1,
-            )
-        if record["published"] is not None:
-            axes.plot(
-                record["published"],
-                place,
-                "o",
-                color=shade,
-                markerfacecolor="white",
-                markersize=9,
-                markeredgewidth=1.6,
-                zorder=2,
-            )
-        if record["mean"] is not None:
-            axes.errorbar(
-                record["mean"],
-                place,
-                xerr=record["sd"],
-                fmt="o",
-                color=shade,
-                markersize=5,
-                capsize=3,
-                linewidth=1.5,
-                zorder=3,
-            )
+        published, mean = record["published"], record["mean"]
+        if None not in (published, mean):
+            axes.plot([published, mean], [place, place], ":", color=shade, lw=0.8, zorder=1)
+        if published is not None:
+            hollow = {"markersize": 9, "markerfacecolor": "white", "markeredgewidth": 1.6}
+            axes.plot(published, place, "o", color=shade, zorder=2, **hollow)
+        if mean is not None:
+            filled = {"markersize": 5, "capsize": 3, "linewidth": 1.5}
+            axes.errorbar(mean, place, None, record["sd"], "o", color=shade, zorder=3, **filled)
     axes.set_ylim(len(records) - 0.5, -0.5)
     axes.margins(x=0.12)

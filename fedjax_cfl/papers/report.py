@@ -20,7 +20,7 @@ from rich.table import Table
 from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_rows
-from fedjax_cfl.runs.results import compute_measures, read_metrics, write_csv, write_text
+from fedjax_cfl.runs.results import compute_measures, read_metrics, write_columns, write_text
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
@@ -30,11 +30,9 @@ MOST_ACROSS = 20  # cells of a line of table.md; a table with more columns is tu
 
 def cell_measure(table: dict, row: str, column: str) -> str:
     """Returns the name of the measure that a cell shows: its column's, its row's or the table's."""
-    return (
-        table["measures"][column]
-        if "measures" in table
-        else table["rows"][row].get("measure", table.get("measure", "best_accuracy"))
-    )
+    if "measures" in table:
+        return table["measures"][column]
+    return table["rows"][row].get("measure", table.get("measure", "best_accuracy"))
 
 
 def is_score(measure: str) -> bool:
@@ -169,11 +167,8 @@ def format_cell(table: dict, record: dict) -> str:
         wanted = measure.startswith("rounds_to") or measure == "speedup"
         return ("not reached" if wanted else "no value yet") + printed
     spread = "" if record["sd"] is None else f" ± {format_number(record['sd'], measure, 2)}"
-    some = (
-        ""
-        if record["seeds"] == record["runs"]
-        else f", {record['seeds']} of {record['runs']} seeds"
-    )
+    seeds, runs = record["seeds"], record["runs"]
+    some = "" if seeds == runs else f", {seeds} of {runs} seeds"
     return f"{format_number(record['mean'], measure)}{spread}{some}{printed}"
 
 
@@ -184,11 +179,8 @@ def format_finished_cell(table: dict, row: str, folders: Sequence[Path]) -> str:
     runs = [read_measures(folder) for folder in folders]
     shown = table.get("measures")
     if not shown:
-        sharing = [
-            cell_measure(table, other, "")
-            for other in table["rows"]
-            if source_rows(table, other) == [row]
-        ]
+        others = [other for other in table["rows"] if source_rows(table, other) == [row]]
+        sharing = [cell_measure(table, other, "") for other in others]
         shown = {name: name for name in sharing} if len(sharing) > 1 else {"": sharing[0]}
     texts = []
     for label, measure in shown.items():
@@ -200,17 +192,15 @@ def format_finished_cell(table: dict, row: str, folders: Sequence[Path]) -> str:
     return ", ".join(texts)
 
 
-def completed_rows(table: dict, found: dict[tuple[str, str], list[Path]]) -> list[str]:
-    """Returns the rows with at least one finished cell. A row that shows the runs of another
-    row has no cells of its own and is left out.
-    """
-    return [row for row in table["rows"] if any(row == ran for ran, _ in found)]
-
-
 def recorded_rows(table: dict, records: list[dict]) -> list[str]:
     """Returns the rows of which anything was run."""
     finished = {record["row"] for record in records if record["runs"]}
     return [row for row in table["rows"] if row in finished]
+
+
+def is_shown(record: dict) -> bool:
+    """Returns whether a cell was run, even without a number as its result, or published."""
+    return record["runs"] > 0 or record["published"] is not None
 
 
 def headings(table: dict, records: list[dict]) -> list[str]:
@@ -218,11 +208,7 @@ def headings(table: dict, records: list[dict]) -> list[str]:
     order.
     """
     rows = recorded_rows(table, records)
-    shown = {
-        record["column"]
-        for record in records
-        if record["row"] in rows and (record["runs"] or record["published"] is not None)
-    }
+    shown = {r["column"] for r in records if r["row"] in rows and is_shown(r)}
     return [name for name in table.get("measures") or table["columns"] if name in shown]
 
 
@@ -232,14 +218,9 @@ def rounds_note(table: dict, records: list[dict]) -> list[str]:
     """
     lines = {}
     for record in records:
-        if (
-            record["runs"]
-            and record["rounds"] != record["of_rounds"]
-            and source_rows(table, record["row"]) == [record["row"]]
-        ):
-            lines.setdefault((record["row"], record["rounds"], record["of_rounds"]), []).append(
-                record["column"]
-            )
+        row, done, own = record["row"], record["rounds"], record["of_rounds"]
+        if record["runs"] and done != own and source_rows(table, row) == [row]:
+            lines.setdefault((row, done, own), []).append(record["column"])
     return [
         f"- {row} ({', '.join(names)}): {done} of {own} rounds."
         for (row, done, own), names in lines.items()
@@ -287,8 +268,8 @@ def write(table: dict, records: list[dict], out: Path, command: str) -> None:
     machine = f"Machine: {os.cpu_count()} cores, {platform.machine()} {platform.system()}. "
     lines += ["", f"Last command: `{command}`", "", f"{machine}Seeds per cell: {seeds}."]
     write_text(out / "table.md", "\n".join(lines) + "\n")
-    rows = [[record.get(name) for name in FIELDS] for record in records]
-    write_csv(out / "table.csv", FIELDS, rows)
+    rows = [{name: record.get(name) for name in FIELDS} for record in records]
+    write_columns(out / "table.csv", rows)
 
 
 def row_title(table: dict, row: str) -> str:

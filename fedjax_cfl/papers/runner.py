@@ -87,31 +87,24 @@ def progress(total: int, console: Console) -> Iterator[Callable[[int, list[Cell]
     console is not a terminal.
     """
     times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cells,"),
-        *times,
-        TextColumn("{task.description}"),
-    )
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("cells,"), *times
     # the pace is a mean over a day: a cell may take hours
-    with Progress(
+    bar = Progress(
         *columns,
+        TextColumn("{task.description}"),
         console=console,
         disable=not console.is_terminal,
         speed_estimate_period=86400,
         transient=True,
-    ) as bar:
+    )
+    with bar:
         task = bar.add_task("", total=total)
         bar.advance(task, 0)  # the first cell's time counts, too
 
         def show(ended: int, active: list[Cell]) -> None:
             if console.is_terminal:
-                bar.update(
-                    task,
-                    completed=ended,
-                    description="\n".join(f"{cell}: {describe_progress(cell)}" for cell in active),
-                )
+                said = "\n".join(f"{cell}: {describe_progress(cell)}" for cell in active)
+                bar.update(task, completed=ended, description=said)
 
         yield show
 

@@ -23,16 +23,9 @@ def write_file(path: Path, text: str) -> None:
 def write_manifest(path: Path) -> None:
     """Writes the manifest of a folder and flushes all of it to the disk."""
     inside = sorted(path.rglob("*"))
-    write_file(
-        path / MANIFEST,
-        to_json(
-            {
-                file.relative_to(path).as_posix(): hash_file(file)
-                for file in inside
-                if file.is_file()
-            }
-        ),
-    )
+    files = [file for file in inside if file.is_file()]
+    digests = {file.relative_to(path).as_posix(): hash_file(file) for file in files}
+    write_file(path / MANIFEST, to_json(digests))
     for item in (*inside, path / MANIFEST, path):
         flush(item)
 
@@ -110,9 +103,6 @@ def hash_file(path: Path) -> str:
 def explain(error: Exception) -> str:
     if system := re.search(r"os_error_code='(\d+)'", str(error)):  # at the end of Orbax's long text
         return os.strerror(int(system[1]))
-    text = (
-        error.strerror
-        if isinstance(error, OSError) and error.strerror
-        else str(error) or type(error).__name__
-    )
+    said = error.strerror if isinstance(error, OSError) else None
+    text = said or str(error) or type(error).__name__
     return " ".join(text.split())[:300]

@@ -55,68 +55,89 @@ WORDS = {
 }
 
 
-def _cell(name: str, summary: dict[str, Any]) -> str:
-    value = summary[name]
-    if isinstance(value, str):
-        return value
-    score = find_score(summary)
-    if name == f"best_{score.name}":
-        said = score.format(value)
-        where = f"in round {summary.get('best_round')}"
-        if "chosen_round" in summary:
-            return f"{said} {where}, the best on validation samples"
-        return f"{said} {where}, of {summary.get('best_of')} tests"
-    if "accuracy" in name or name.endswith(("_f1", "exact_match")):
-        return f"{value:.2%}"
-    if name.endswith("_per_s"):
-        return f"{value:,.1f} /s"
-    if name.endswith("_s"):
-        return f"{value:,.1f} s"
-    if "bytes" in name:
-        return format_bytes(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    if name.endswith(ERRORS):
-        return f"{value:.4g}"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
+# a final table shows them beside the scores
+SHOWN_FIELDS = ("drift", "rounds", "chosen_round", "ended_early", "ari")
+MOST_SHOWN = 16  # groups whose scores are in the final table
 
 
 def final_table(summary: dict[str, Any]) -> Table:
-    """Builds the table a run ends with; what is null is left out."""
+    """Builds the table a run ends with: scores, then counts beside their rates and sizes with
+    their units; what is null is left out.
+    """
     summary = to_plain(summary)
     table = Table(title=escape_markup(title(summary)), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(justify="right")
-    headline = {
-        "algorithm",
-        "dataset",
-        "partition",
-        "model",
-        "preset",
-        "seed",
-        "best_round",
-        "best_of",
-        "versions",
-        "overrides",
-    }
-    for name, value in summary.items():
-        if name not in headline and value is not None:
-            words = WORDS.get(name, name.replace("_", " "))
-            if "chosen_round" in summary and name.startswith("best_"):
-                words = words.removeprefix("best ")
-            table.add_row(words, escape_markup(_cell(name, summary)))
+    for words, text in (_list_scores(summary) | _list_work(summary)).items():
+        table.add_row(words, escape_markup(text))
     return table
 
 
+def _list_scores(summary: dict[str, Any]) -> dict[str, str]:
+    score, chosen = find_score(summary), "chosen_round" in summary
+    # said already, or chosen by tests
+    hidden = (f"final_{score.name}", f"last10_evals_best_{score.name}") if chosen else ()
+    found = {}
+    for name, value in summary.items():
+        scored = name.endswith((*score.measured, "_f1")) and not isinstance(value, list)
+        if value is None or name in hidden or not (scored or name in SHOWN_FIELDS):
+            continue
+        words = WORDS.get(name, name.replace("_", " "))
+        if chosen and name.startswith("best_"):
+            words = words.removeprefix("best ")
+        found[words] = _format_score(name, summary)
+    return found
+
+
+def _format_score(name: str, summary: dict[str, Any]) -> str:
+    value, score = summary[name], find_score(summary)
+    if isinstance(value, str):
+        return value
+    if name == f"best_{score.name}":
+        said = f"{score.format(value)} in round {summary.get('best_round')}"
+        if "chosen_round" in summary:
+            return f"{said}, the best on validation samples"
+        return f"{said}, of {summary.get('best_of')} tests"
+    if "accuracy" in name or name.endswith(("_f1", "exact_match")):
+        return f"{value:.2%}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if name.endswith(ERRORS) else f"{value:.3f}"
+
+
+def _list_work(summary: dict[str, Any]) -> dict[str, str]:
+    words = {name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)}
+    for name in ("bytes_up", "bytes_down", "peak_memory_bytes"):
+        words[name] = format_bytes(summary[name])
+    words = summary | words
+    simulated, score = summary["sim_time_s"], find_score(summary)
+    scored = {}
+    for heading, part in (("per group", "group"), ("per true group", "concept")):
+        values = summary.get(f"{part}_{score.name}") or []
+        if 1 < len(values) <= MOST_SHOWN:
+            shown = ", ".join(score.format(value, 1) for value in values)
+            scored[f"{score.words} {heading}"] = shown
+    return {
+        "clients per group": ", ".join(map(str, summary["group_sizes"])),
+        **scored,
+        "models sent": "{units_up} up, {units_down} down".format(**words),
+        "data sent": "{bytes_up} up, {bytes_down} down".format(**words),
+        "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(**words),
+        "local steps": "{local_steps} ({local_steps_per_s:,.0f} /s)".format(**words),
+        "seconds": (
+            "compiling {compile_s:.2f} ({programs_from_cache} of {programs} programs were compiled"
+            " before), training {train_s:.2f}, evaluating {eval_s:.2f}".format(**summary)
+        ),
+        **({"simulated seconds": f"{simulated:,.1f}"} if simulated else {}),
+        "peak memory": words["peak_memory_bytes"],
+        "devices": summary["devices"],
+    }
+
+
 def title(summary: dict[str, Any]) -> str:
-    parts = [
-        str(summary[name])
-        for name in ("algorithm", "dataset", "partition", "model")
-        if summary.get(name) is not None
-    ]
-    return ", ".join(parts) + (
-        f" (seed {summary['seed']})" if summary.get("seed") is not None else ""
-    )
+    named = map(summary.get, ("algorithm", "dataset", "partition", "model"))
+    seed = "" if summary.get("seed") is None else f" (seed {summary['seed']})"
+    return ", ".join(str(name) for name in named if name is not None) + seed
 
 
 LOG_SECONDS = 30  # between two lines about progress
@@ -129,12 +150,8 @@ def progress(
     """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
     line every LOG_SECONDS where stderr is not a terminal; nothing unless `verbose`.
     """
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeRemainingColumn(),
-    )
+    said = TextColumn("{task.description}")
+    columns = BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn()
     terminal, shown = verbose and sys.stderr.isatty(), time.monotonic()
     # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
     # are further apart
@@ -176,26 +193,6 @@ def format_progress(row: dict[str, Any]) -> str:
     return f"{said}, {'1 group' if groups == 1 else f'{groups} groups'}"
 
 
-MOST_SHOWN = 16  # groups whose scores are in the final table
-
-
-# shown as they are, with the scores
-SUMMARY_FIELDS = (
-    "algorithm",
-    "dataset",
-    "partition",
-    "model",
-    "drift",
-    "seed",
-    "rounds",
-    "chosen_round",
-    "ended_early",
-    "best_round",
-    "best_of",
-    "ari",
-)
-
-
 def print_summary(
     settings: RunSettings, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
 ) -> None:
@@ -204,7 +201,7 @@ def print_summary(
     Args: `settings` are those of the run; `run_dir` is where its files are; `algorithm`
     says whether it is clustered; `summary` is that of summary.json.
     """
-    console.print(final_table(format_summary(summary)))
+    console.print(final_table(summary))
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:
         zeroed = settings.faults.nonfinite == "zero"
@@ -233,52 +230,3 @@ def print_summary(
             " client has taken part; more rounds, or discard=none"
         )
     console.print(f"written to {run_dir}", markup=False)
-
-
-def format_summary(summary: dict) -> dict:
-    """Returns a summary as its reader wants it: scores, then counts beside their rates
-    and sizes with their units.
-    """
-    sizes = {
-        name: format_bytes(summary[name])
-        for name in ("bytes_up", "bytes_down", "peak_memory_bytes")
-    }
-    words = {
-        name: f"{value:,}" for name, value in summary.items() if isinstance(value, int)
-    } | sizes
-    simulated = summary["sim_time_s"]
-    score = find_score(summary)
-    named = {
-        f"{score.words} per group": f"group_{score.name}",
-        f"{score.words} per true group": f"concept_{score.name}",
-    }
-    scored = {words: to_plain(summary.get(name)) or [] for words, name in named.items()}
-    hidden = {f"final_{score.name}", f"last10_evals_best_{score.name}"}  # said, or chosen by tests
-    hidden = hidden if "chosen_round" in summary else set()
-    return {
-        name: summary[name]
-        for name in summary
-        if name in SUMMARY_FIELDS
-        or (name.endswith((*score.measured, "_f1")) and not isinstance(summary[name], list))
-        if name not in hidden
-    } | {
-        "clients per group": ", ".join(map(str, summary["group_sizes"])),
-        **{
-            words: ", ".join(score.format(value, 1) for value in values)
-            for words, values in scored.items()
-            if 1 < len(values) <= MOST_SHOWN
-        },
-        "models sent": "{units_up} up, {units_down} down".format(**words),
-        "data sent": "{bytes_up} up, {bytes_down} down".format(**words),
-        "client updates": "{client_updates} ({client_updates_per_s:,.0f} /s)".format(
-            **summary | words
-        ),
-        "local steps": "{local_steps} ({local_steps_per_s:,.0f} /s)".format(**summary | words),
-        "seconds": (
-            "compiling {compile_s:.2f} ({programs_from_cache} of {programs} programs were compiled"
-            " before), training {train_s:.2f}, evaluating {eval_s:.2f}".format(**summary)
-        ),
-        **({"simulated seconds": f"{simulated:,.1f}"} if simulated else {}),
-        "peak memory": words["peak_memory_bytes"],
-        "devices": summary["devices"],
-    }

@@ -75,17 +75,16 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     extras = measured or Extras({}, {}, {})
     rows = results.read_metrics(run_dir)
     number = rows[-1].get("chosen_round")
-    tables: dict[str, Callable[[], dict[str, Any]]] = {
-        results.CLIENTS_FILE: lambda: (
-            describe_clients(setup, result, number and find_chosen(run_dir, number))
-            | extras.columns
-        )
-    }
-    tables |= {name: lambda table=table: table for name, table in extras.tables.items()}
-    for name, make in tables.items():
+
+    def write_own() -> None:
+        chosen = number and find_chosen(run_dir, number)
+        columns = describe_clients(setup, result, chosen) | extras.columns
+        results.write_clients(run_dir, columns, run_id=run_id)
+
+    attempt(f"{results.CLIENTS_FILE} is not written", write_own)
+    for name, table in extras.tables.items():
         attempt(
-            f"{name} is not written",
-            lambda name=name, make=make: results.write_clients(run_dir, make(), name, run_id),
+            f"{name} is not written", lambda: results.write_clients(run_dir, table, name, run_id)
         )
     fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients

@@ -54,11 +54,7 @@ def common_step(run_dirs: Sequence[Path]) -> int | None:
 
 
 def train_grid(
-    members: list[Member],
-    grid: dict[str, list],
-    setups: list[Setup],
-    make: Callable,
-    starts: list,
+    members: list[Member], grid: dict[str, list], setups: list[Setup], make: Callable, starts: list
 ) -> int:
     """Trains the members together and writes the files of each; returns the exit status
     as `session.train_run` does.

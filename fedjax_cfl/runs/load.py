@@ -144,11 +144,7 @@ class LoadedRun(NamedTuple):
         return self.infer(used, self.scale(x, place), saved)
 
     def predict_with(
-        self,
-        model: int | np.ndarray,
-        x: Any,
-        saved: SavedModels | None = None,
-        like: Any = None,
+        self, model: int | np.ndarray, x: Any, saved: SavedModels | None = None, like: Any = None
     ) -> np.ndarray:
         """Returns the classes [B], numbers [B] or labels [B, T], see `predict`, that model
         number `model`, or the mixture of all models with the weights `model` [M], gives samples x

@@ -100,22 +100,19 @@ def write_json(path: str | Path, obj: Any) -> None:
     write_text(path, json.dumps(to_plain(obj), indent=2, allow_nan=False) + "\n")
 
 
-def write_csv(path: str | Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    """Writes a table for spreadsheets; NaN and None leave a cell empty."""
+def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes rows of the same names as a table for spreadsheets; NaN and None leave a cell
+    empty.
+    """
     with (
         atomic_write(path) as temporary,
         temporary.open("w", newline="", encoding="utf-8") as handle,
     ):
         writer = csv.writer(handle)
-        writer.writerow(names)
+        writer.writerow(rows[0])
         for row in rows:
             # of all values NaN alone is not itself
-            writer.writerow(escape_csv(value) if value == value else "" for value in row)
-
-
-def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Writes rows of the same names as a table for spreadsheets, see `write_csv`."""
-    write_csv(path, list(rows[0]), (list(row.values()) for row in rows))
+            writer.writerow(escape_csv(v) if v == v else "" for v in row.values())
 
 
 def write_clients(

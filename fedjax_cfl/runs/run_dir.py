@@ -103,11 +103,9 @@ def _acquire(path: Path) -> int:
         except OSError as error:
             holder = os.read(descriptor, 300).decode(errors="replace") or "another process"
             os.close(descriptor)
-            raise (
-                BlockingIOError(error.errno, holder)
-                if isinstance(error, BlockingIOError)
-                else error
-            ) from None
+            if isinstance(error, BlockingIOError):
+                raise BlockingIOError(error.errno, holder) from None
+            raise
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
