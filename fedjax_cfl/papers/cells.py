@@ -185,10 +185,10 @@ def read_started(cell: Cell) -> tuple[list[str], list[int]] | None:
     if cell.grid:
         chosen = trials.read_chosen(cell.folder)
         return None if chosen is None else (chosen["given"], chosen["seeds"])
-    summaries = [read_summary(folder) for folder in list_runs(cell)]
-    if None in summaries:
+    first, *others = [read_summary(folder) for folder in list_runs(cell)]
+    if first is None or None in others:
         return None
-    ran = summaries[0].get("overrides") or []
+    ran = first.get("overrides") or []
     if cell.seeds:
         ran = [text for text in ran if not text.startswith("seed=")]
     return ran, list(cell.seeds) or [cell.seed]
