@@ -14,7 +14,7 @@ from conftest import nightly
 from test_paper import CELL, table, verb
 
 import fedjax_cfl as cfl
-from fedjax_cfl.papers import processes
+from fedjax_cfl.papers import cells, processes
 
 __all__ = ["verb"]
 real_command = processes.COMMAND
@@ -112,6 +112,15 @@ def test_a_cell_that_runs_elsewhere_is_left_alone(verb, capsys):
     assert log.read_text() == "alive\n" and len(verb.started()) == 1
     assert f"failed: another process runs this cell; see {log}" in capsys.readouterr().out
     assert verb("--rows", "first-a") == 0 and log.read_text().startswith("alive\n--- ")
+
+
+def test_a_cell_that_another_process_has_finished_meanwhile_is_not_run_again(verb):
+    assert verb("--rows", "first-a", "--columns", "Avg") == 0 and len(verb.started()) == 1
+    (cell,) = cells.make_cells(
+        "fake", cells.load_table("fake"), verb.out, ["first-a"], ["Avg"], [0], []
+    )
+    found = list(processes.run_in_parallel([cell], 1, set(), lambda ended, active: None))
+    assert found == [(cell, 0, "")] and len(verb.started()) == 1
 
 
 def test_a_table_does_not_look_into_live_runs(verb, monkeypatch):

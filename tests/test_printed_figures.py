@@ -297,9 +297,15 @@ PRINTED: dict[str, Sequence[Printed | str]] = {
             columns={
                 "rotate: accuracy": "rotate",
                 "permute: accuracy": "permute",
+                "shift: accuracy": "shift",
                 "skew: accuracy": "skew",
-                "worst tenth": ["rotate-worst10", "permute-worst10", "skew-worst10"],
-                "index": ["rotate-ari", "permute-ari"],
+                "worst tenth": [
+                    "rotate-worst10",
+                    "permute-worst10",
+                    "shift-worst10",
+                    "skew-worst10",
+                ],
+                "index": ["rotate-ari", "permute-ari", "shift-ari"],
                 "MB": "rotate-MB",
             },
             across=True,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.cells import Cell, list_runs
+from fedjax_cfl.papers.cells import Cell, has_run, list_runs
 from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
 
 PROGRAM = Path(__file__).resolve().with_name("cell_process.py")
@@ -93,6 +93,9 @@ def run_in_parallel(
                 if cell.row in skipped:
                     continue
                 try:
+                    if has_run(cell):  # another process has finished it meanwhile
+                        yield cell, 0, ""
+                        continue
                     active[start_process(cell, alone=jobs == 1)] = cell
                 except InputError as error:
                     yield cell, 2, str(error)
