@@ -376,7 +376,7 @@ TABLES = {
     "hidden labels": (
         {"label": pa.array([0, -1, 1, 0])},
         {},
-        "label is -1 in row 1, expected labels",
+        "label is -1 in row 2 of all (the first is 1), expected labels",
     ),
     "no label": (
         {"label": pa.array([0, 1, None, 0])},
@@ -386,7 +386,7 @@ TABLES = {
     "a class too many": (
         {"label": pa.array([0, 1, 2, 0])},
         {},
-        "is 2 in row 2, expected one of its 2",
+        "is 2 in row 3 of all (the first is 1), expected one of its 2",
     ),
     "labels in lists": (
         {"label": pa.array([[0], [1], [0], [1]])},

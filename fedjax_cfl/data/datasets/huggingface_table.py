@@ -299,12 +299,13 @@ def _read_labels(
     """
     if isinstance(y, Words):
         return y.number, tuple(y.words)
-    names, said = _class_names(first, column), f"{root}: column {column}"
-    if (bad := y < 0).any():
-        raise InputError(f"{said} is {y[bad][0]} in row {bad.argmax()}, {PUBLISHED}")
-    if names is not None and (bad := y >= len(names)).any():
+    names = _class_names(first, column)
+    too_many = np.inf if names is None else len(names)
+    if (bad := (y < 0) | (y >= too_many)).any():
+        wrong, row = y[bad][0], 1 + bad.argmax()
+        expected = PUBLISHED if wrong < 0 else f"expected one of its {too_many} classes"
         raise InputError(
-            f"{said} is {y[bad][0]} in row {bad.argmax()}, expected one of its {len(names)} classes"
+            f"{root}: column {column} is {wrong} in row {row} of all (the first is 1), {expected}"
         )
     return y, names
 
