@@ -65,7 +65,7 @@ for seed in range(first, first + int(asked.get("seeds", 1))):
     (folder / "summary.json").write_text(json.dumps({"overrides": overrides}))
 if tuned:
     (out / "test" / "index.csv").write_text("run\\n0\\n")
-    given = [text for text in sys.argv[6:] if not text.startswith("devices=")]
+    given = [text for text in sys.argv[6:] if "=" in text and not text.startswith("devices=")]
     (out / "chosen.json").write_text(json.dumps({"given": given, "seeds": seeds}))
 """
 TABLE = """
@@ -89,6 +89,7 @@ rows:
 TUNED = TABLE.replace("columns:", 'tune: ["local.lr=1,2"]\ncolumns:').replace(
     "Avg: [algorithm=fedavg]", 'Avg: {overrides: [algorithm=fedavg], tune: ["algorithm.q=1,3"]}'
 )
+TUNED = TUNED.replace("second-b:", "second-b:\n    trial_seeds: [7, 8]")
 
 
 @pytest.fixture
@@ -196,6 +197,8 @@ def test_a_table_that_tunes_has_one_cell_for_all_seeds(verb):
         100 * report.read_measures(folder / "test" / "0")["best_accuracy"]
     )
     assert verb(*asked) == 0 and len(verb.started()) == 2  # finished
+    assert verb("--rows", "second-b", "--columns", "Avg") == 0
+    assert " --seeds 0 --trial-seeds 7,8 experiment=fake dataset=b " in verb.started()[2]
     with pytest.raises(InputError, match=r"other settings \(2 seeds\); choose another folder"):
         verb("--rows", "first-a", "--seeds", "3")
     with pytest.raises(InputError, match=r"a cell has its own local\.lr"):
