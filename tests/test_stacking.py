@@ -1,0 +1,104 @@
+"""Every personal layer over six methods, as users run them: clients swap data and fail, the run is
+cut off and goes on, two seeds are one program on four devices.
+"""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import lasting_rows
+from test_grid import same
+
+from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+
+METHODS = {
+    "fedavg": "",
+    "ifca": "algorithm.m=2",
+    "flexcfl": "algorithm.m=2 algorithm.pretrain=iters:3 algorithm.alpha=2",
+    "fesem": "algorithm.m=2",
+    "fielding": "algorithm.m=3 algorithm.tau=0",
+    "feddrift": "algorithm.m=3 algorithm.delta=0.02",
+}
+LAYERS = {
+    "ditto": "",
+    "apfl": "personal.adaptive=true",
+    "pfedme": "",
+    "per_fedavg": "",
+    "fedper": "",
+    "fedrep": "",
+    "fedbabu": "",
+    "lg_fedavg": "",
+    "fedbn": "model.module._target_=normed.Normed",
+    "fine_tune": "",
+    "fedala": "",
+    "moon": "",
+    "scaffold": "",
+    "feddyn": "",
+}
+UNSEEN = ("ditto", "fine_tune")  # train beside the method below, which does not notice
+LINE = (
+    "dataset.clients=12 clients_per_round=6 local.epochs=2 rounds=4 eval_every=2 checkpoint.every=2"
+    " drift=swap_all drift.p=0.4 faults.dropout=0.2 faults.straggler=0.2 faults.nan=0.1"
+)
+MODEL = """import flax.linen as nn
+
+
+class Normed(nn.Module):
+    num_classes: int
+    hidden: tuple[int, ...] = (6,)
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(self.hidden[0])(x.reshape(len(x), -1))
+        return nn.Dense(self.num_classes)(nn.relu(nn.LayerNorm()(x)))
+"""
+
+
+def run(fedjax_cfl, line, run_dir):
+    status, out, err = fedjax_cfl(f"{line} run_dir={run_dir}")
+    assert (status, err) == (0, "")
+    return out
+
+
+def arrays(run_dir):
+    return load_arrays(list_checkpoints(Path(run_dir) / "checkpoints")[-1])
+
+
+def cut_off(run_dir):
+    """As if the process had been killed after the last row, before its checkpoint."""
+    shutil.rmtree(list_checkpoints(run_dir / "checkpoints")[-1])
+    shutil.rmtree(run_dir / "final")
+    (run_dir / "summary.json").unlink()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_every_layer_over_every_method(method, layer, fedjax_cfl, tmp_path):
+    (tmp_path / "normed.py").write_text(MODEL)
+    below = f"algorithm={method} {METHODS[method]} {LINE} model=mlp model.module.hidden=[6]"
+    line = f"{below} personal={layer} {LAYERS[layer]}"
+    run(fedjax_cfl, line, "whole")
+    rows = lasting_rows("whole")
+    assert sum(row["dropped_clients"] + row["late_clients"] for row in rows)
+    assert sum(row["shifted_clients"] for row in rows)
+
+    shutil.copytree("whole", "torn")
+    cut_off(Path("torn"))
+    assert "resuming after round 2\n" in run(fedjax_cfl, line, "torn")
+    assert lasting_rows("torn") == rows
+    np.testing.assert_equal(arrays("torn"), arrays("whole"))
+
+    run(fedjax_cfl, f"{line} seeds=2 devices=4", "both")
+    same(lasting_rows("both/0"), rows)
+    for name, array in arrays("both/0").items():
+        np.testing.assert_allclose(array, arrays("whole")[name], rtol=2e-4, atol=2e-5, err_msg=name)
+    assert lasting_rows("both/1") != rows
+
+    if layer in UNSEEN:
+        run(fedjax_cfl, below, "below")
+        alone, over = arrays("below"), arrays("whole")
+        assert alone.keys() < over.keys()
+        for name, array in alone.items():
+            np.testing.assert_allclose(array, over[name], rtol=1e-6, atol=1e-7, err_msg=name)
