@@ -20,7 +20,14 @@ KEEP = {
     "fedper": cfl.personal.fedper(),
     "fedbabu": cfl.personal.fedbabu(),
     "scaffold": cfl.personal.scaffold(),
+    "pfedme": cfl.personal.pfedme(lam=2.0),
+    "fedrep": cfl.personal.fedrep(),
+    "lg_fedavg": cfl.personal.lg_fedavg(),
+    "fedala": cfl.personal.fedala(),
+    "moon": cfl.personal.moon(),
+    "feddyn": cfl.personal.feddyn(),
 }
+ON_DEVICES = ("fedbabu", "scaffold", "feddyn")  # keep nothing, or need all rows at once
 METHODS = {"fedavg": (cfl.algorithms.fedavg, {}), "ifca": (cfl.algorithms.ifca, {"m": 2})}
 QUICK = {"rounds": 4, "eval_every": 3, "discard": "none"}
 
@@ -69,7 +76,7 @@ def test_rows_on_the_host_are_those_on_the_devices(
     device = play(algorithm._replace(first_rows=None), mlp, population, mesh)
     assert_equal(host, device)
     rows = jax.tree.leaves(host.state.own.rows)
-    on_host = name not in ("fedbabu", "scaffold")  # nothing, and what needs all rows at once
+    on_host = name not in ON_DEVICES
     assert all(isinstance(leaf, np.ndarray) == on_host for leaf in rows)
     assert ("host_rows" in host.memory) == on_host
     if on_host:
@@ -86,6 +93,20 @@ def test_rows_on_the_host_are_those_on_the_devices(
         for first, run in ((algorithm.first_rows, host), (None, device))
     ]
     jax.tree.map(np.testing.assert_array_equal, *models)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("method", "layer"),
+    [(name, "ditto") for name in ("flexcfl", "fesem", "fielding", "feddrift")]
+    + [(name, layer) for name in METHODS for layer in ("fine_tune", "per_fedavg")],
+)
+def test_who_reads_more_than_a_cohort_is_refused(method, layer, population, linear, local):
+    own = local.replace(personal=getattr(cfl.personal, layer)())
+    settings = {} if method == "fedavg" else {"m": 2}
+    algorithm = getattr(cfl.algorithms, method)(linear, own, cfl.select.uniform(5), **settings)
+    with pytest.raises(InputError, match="resident=host: this algorithm reads the samples"):
+        play(algorithm, linear, population, cfl.make_mesh(1))
 
 
 def test_as_many_rows_are_lent_as_fit(population, linear, local, monkeypatch):
