@@ -52,6 +52,7 @@ def twin(models, lr, beta=0.5):
     return found
 
 
+@pytest.mark.nightly
 def test_rounds_are_those_of_fedavg_with_the_twin_s_step_sizes(toy, linear, local):
     """A round without an answer, the third one, changes nothing."""
     algorithm = adaptive_fedavg(linear, local, COHORT)

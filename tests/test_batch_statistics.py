@@ -170,6 +170,7 @@ def train_by_hand(start, x, y, steps, local, mu):
     return {**weights, "batch_stats": statistics}
 
 
+@pytest.mark.nightly
 def test_a_client_keeps_running_statistics_as_flax_does(running):
     """In padded batches; neither penalty nor momentum nor weight decay touches them."""
     data, mesh = faces(1.0), cfl.make_mesh(1)

@@ -75,9 +75,10 @@ def cutting(linear, local):
     return run
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "limits",
-    [nightly({"eps1": 0.0}), nightly({"eps2": 1e9}), nightly({"gamma_max": 1.0}), {"warm_up": 99}],
+    [{"eps1": 0.0}, {"eps2": 1e9}, {"gamma_max": 1.0}, {"warm_up": 99}],
     ids=lambda limits: next(iter(limits)),
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, local, cutting, limits):

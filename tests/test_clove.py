@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, one_line, spent
+from conftest import one_line, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
@@ -84,9 +84,8 @@ class Twin:
         ]
 
 
-@pytest.mark.parametrize(
-    ("first", "stable"), [("random", 2), nightly("losses", None), nightly("losses", 1)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("first", "stable"), [("random", 2), ("losses", None), ("losses", 1)])
 def test_slow_twin(toy, linear, local, first, stable):
     """Groups, models and every word, with cohorts of known clients, of newcomers, and of both."""
     algorithm = clove(linear, local, pick_cohorts(), m=2, first=first, stable=stable, restarts=30)

@@ -222,7 +222,8 @@ def test_group_discrepancy_is_nan_only_for_groups_without_participants(case):
             chex.assert_trees_all_equal(*idle)
 
 
-@pytest.mark.parametrize("case", others_nightly(NOT_SLOW, LANES) + SLOW, indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", NOT_SLOW + SLOW, indirect=True)
 def test_side_by_side_is_one_after_another(case, build):
     lanes, *_ = build(case.name, given=(*SIDE_BY_SIDE, *GENTLE.get(case.name, ())))
 
@@ -333,7 +334,8 @@ def test_scan_equals_python_loop(case):
     )
 
 
-@pytest.mark.parametrize("name", ["fedavg", nightly("ifca")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["fedavg", "ifca"])
 def test_whole_equals_run(name, build):
     algorithm, task, data, mesh = build(name)
     key = jax.random.key(0)

@@ -146,7 +146,7 @@ def twin(models, data, local, with_labels, shrink=False):
 
 @pytest.mark.parametrize(
     ("name", "m", "settings"),
-    [nightly("fedem", 3, {}), ("fedem", 2, {"shrink": True}), ("fedrc", 3, {})],
+    [nightly("fedem", 3, {}), ("fedem", 2, {"shrink": True}), nightly("fedrc", 3, {})],
 )
 def test_rounds_are_those_of_the_twin(toy, linear, local, name, m, settings):
     algorithm = METHODS[name](linear, local, COHORTS, m=m, **settings)
@@ -506,9 +506,10 @@ def test_time_counts_all_models_and_the_inference(toy, linear, local):
 # clients that took no part
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [nightly("fedem", {}), ("fedrc", {}), nightly("fedrc", {"newcomers_use_shares": False})],
+    [("fedem", {}), ("fedrc", {}), ("fedrc", {"newcomers_use_shares": False})],
 )
 def test_new_clients_take_one_e_step(toy, linear, local, name, settings):
     """Clients 10 to 13 join a run of the others; nobody else's weights and no model changes."""
@@ -612,6 +613,7 @@ def test_a_finished_run_predicts_by_its_mixtures(finished, folder):
     assert right / test.sum() == pytest.approx(finished.summary["best_accuracy"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shares", [np.array([[0.9, 0.1], [0.2, 0.8]], np.float32), None])
 def test_a_client_never_met_finds_its_weights(finished, shares):
     new = own_arrays(["gil"], samples=300, seed=5)

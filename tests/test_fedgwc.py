@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, one_line, spent
+from conftest import one_line, spent
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score, davies_bouldin_score
 from test_reductions import COHORT, KEY, assert_same, play
@@ -140,8 +140,9 @@ def same_parts(found, twin):
     return dict(pairs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("gamma", "tolerance", "parts"), [(4.0, 0.15, 2), nightly(1.0, 0.15, 4), nightly(0.1, 0.2, 2)]
+    ("gamma", "tolerance", "parts"), [(4.0, 0.15, 2), (1.0, 0.15, 4), (0.1, 0.2, 2)]
 )
 def test_slow_twin(toy, linear, local, gamma, tolerance, parts):
     """Weights of pairs, when they stand still, groups, models and every word; a client comes."""

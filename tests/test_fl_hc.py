@@ -109,7 +109,8 @@ def test_fl_hc_takes_newcomers_to_the_nearest_mean(concepts, linear, local, clus
     assert sent(before, after) == (5, 5)
 
 
-@pytest.mark.parametrize("newcomers", [nightly("largest"), "nearest"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("newcomers", ["largest", "nearest"])
 def test_fl_hc_copes_with_silent_clients(toy, linear, local, newcomers):
     """Toy client 2 has no data, and some answers are lost."""
     unsure = System(select.uniform(6), Faults(dropout=0.3))

@@ -162,6 +162,7 @@ def test_one_group_is_fedavg(toy, linear, local):
     assert state.active.tolist() == [True, False, False] and (state.assignment == 0).all()
 
 
+@pytest.mark.nightly
 def test_components_are_those_of_dbscan():
     """For any length of steps; with tiny ones all are alone, and the nearest are merged."""
     points = np.random.default_rng(1).normal(size=(15, 3)).astype(np.float32)

@@ -24,6 +24,10 @@ FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=2 algori
 IFCA = "algorithm=ifca algorithm.m=2"
 FAULTS = "faults.dropout=0.2 faults.straggler=0.3 faults.nan=0.1"
 CASES = {
+    "step sizes, faults": (
+        f"algorithm=fedavg {FAULTS}",
+        "vectorize=[local.lr] local.lr=0.01,0.1",
+    ),
     "seeds and eta_g, swaps, faults": (
         f"{FLEXCFL} {FAULTS} drift=swap_part drift.p=0.5",
         "vectorize=[algorithm.eta_g,seed] seed=3,1 algorithm.eta_g=0,0.2",
@@ -55,8 +59,8 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
-FAST = ("seeds and step sizes, incremental, faults",)
-NIGHTLY = ("cuts in two, a stream",)
+FAST = ("step sizes, faults",)
+NIGHTLY = ("seeds and step sizes, incremental, faults", "cuts in two, a stream")
 
 
 def same(one, other):

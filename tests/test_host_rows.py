@@ -60,7 +60,7 @@ def assert_equal(one, other):
 
 
 CASES = [nightly(name, method, 1) for name in KEEP for method in METHODS if name != "ditto"]
-CASES += [("ditto", "ifca", 1), nightly("ditto", "ifca", 4), nightly("ditto", "fedavg", 1)]
+CASES += [("ditto", "fedavg", 1), nightly("ditto", "ifca", 1), nightly("ditto", "ifca", 4)]
 
 
 @pytest.mark.parametrize(("name", "method", "devices"), CASES)

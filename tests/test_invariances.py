@@ -202,7 +202,8 @@ def shared(data):
     return data.replace(x=pool, sample=jnp.asarray(place[row], jnp.int32)), copies
 
 
-@pytest.mark.parametrize("method", others_nightly(METHODS, [OFTEN]), indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_samples_that_are_shared_are_as_good_as_copies(go, toy):
     """Each client sees the same samples, but the pool holds them once; to the last bit."""
     indexed, copies = shared(toy)

@@ -33,7 +33,7 @@ def reference_stream(count):
 
 
 @pytest.mark.parametrize(
-    "count", [nightly(1), 3, nightly(6), nightly(9), nightly(10), 22, nightly(40)]
+    "count", [nightly(1), 3, nightly(6), nightly(9), nightly(10), nightly(22), nightly(40)]
 )
 def test_stream_of_batches(count):
     local = Local(0.1, 1, BATCH, steps=STEPS, fill_batches=True)

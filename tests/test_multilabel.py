@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, nightly, one_line, stop_and_go_on
+from conftest import call, lasting_rows, nightly, one_line, others_nightly, stop_and_go_on
 from sklearn.metrics import f1_score
 from test_regression import compare_heads, train_two
 
@@ -81,7 +81,7 @@ def run(folder):
 # losses and scores
 
 
-@pytest.mark.parametrize("first_layer", ["direct", "dual"])
+@pytest.mark.parametrize("first_layer", [nightly("direct"), "dual"])
 def test_a_step_is_that_of_a_twin(first_layer):
     arrays = planted(clients=2)
     data, task = federate(arrays), make_task()
@@ -166,6 +166,7 @@ def test_scores_are_those_of_scikit_learn():
 # runs
 
 
+@pytest.mark.nightly
 def test_two_planted_groups_are_found(run):
     last = run.rows[-1]
     assert last["ari"] == 1.0 and last["micro_f1"] > 0.95 and last["label_f1"] > 0.95
@@ -268,7 +269,8 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(fedjax_cfl):
     stop_and_go_on(fedjax_cfl, LINE)
 
 
-@pytest.mark.parametrize("settings", ["resident=host", nightly("devices=4")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("settings", ["resident=host", "devices=4"])
 def test_devices_and_the_place_of_the_samples_change_nothing(
     settings, folder, fedjax_cfl, monkeypatch
 ):
@@ -334,6 +336,7 @@ def test_files_of_labels(tmp_path):
     one_line("column who is client, y[1]", csv, tmp_path / "a.csv", **twice)
 
 
+@pytest.mark.nightly
 def test_a_run_of_a_table(fedjax_cfl):
     own = planted(clients=4)
     names = [f"x{i}" for i in range(4)] + [f"y{i}" for i in range(3)] + ["who"]
@@ -409,7 +412,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("settings", REFUSED)
+@pytest.mark.parametrize("settings", others_nightly(REFUSED, list(REFUSED)[::3]))
 def test_what_needs_classes_is_refused(settings, own):
     line = (
         LINE if "algorithm=" not in settings else LINE.replace("algorithm=ifca algorithm.m=2", "")

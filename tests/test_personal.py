@@ -214,7 +214,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(TWINS, [name for name in TWINS if name != "apfl"]))
+@pytest.mark.parametrize("name", others_nightly(TWINS, ["apfl, adaptive", "fedrep"]))
 def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
     """Whole rounds: who trains what, which part the server averages, who keeps what."""
     method, twin = TWINS[name]

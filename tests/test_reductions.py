@@ -178,6 +178,7 @@ def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_avera
     assert_differ(averaged, plainly_averaged)
 
 
+@pytest.mark.nightly
 def test_qfedavg_without_fairness_is_the_plain_mean(toy, linear, local, plainly_averaged):
     assert_same(play(qfedavg(linear, local, COHORT, q=0.0), toy), plainly_averaged)
 
@@ -187,9 +188,8 @@ def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
     assert_differ(play(qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
 
 
-@pytest.mark.parametrize(
-    "batch_size", [nightly(40), 64], ids=["just everything", "more than there is"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     whole_set = local.replace(epochs=1, batch_size=batch_size)
     assert_same(
@@ -229,6 +229,7 @@ def test_fedavgm_sums_up_old_steps(toy, linear, local, plain):
     )
 
 
+@pytest.mark.nightly
 def test_fedadam_without_memory_takes_sign_steps(toy, linear, local, plain):
     begun, _ = play(plain, toy, 0)
     once, _ = play(plain, toy, 1, begun)

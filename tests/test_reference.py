@@ -339,6 +339,7 @@ def visits(model, data, pick_ids, round, local):
     return found
 
 
+@pytest.mark.nightly
 def test_power_of_choice(toy, linear, local):
     """The highest known losses of eight candidates, those never selected first, in random
     order; a client without data is no candidate.
@@ -399,7 +400,8 @@ def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
     assert ledger(state.traffic).units_up == 6 * (ROUNDS + 2), "late answers are sent all the same"
 
 
-@pytest.mark.parametrize("per_group", [nightly(False), True])
+@pytest.mark.nightly
+@pytest.mark.parametrize("per_group", [False, True])
 def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, toy, linear, local):
     """Two groups; clients are online in intervals of their own. One that is offline has no slot;
     one whose interval ends before it has answered sends nothing, and nobody waits for it. A

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, nightly, one_line, stop_and_go_on
+from conftest import call, lasting_rows, nightly, one_line, others_nightly, stop_and_go_on
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis.report import format_tests
@@ -95,7 +95,7 @@ def compare_heads(after, info, trained, losses):
 @pytest.mark.parametrize(
     ("first_layer", "loss"),
     [
-        ("direct", "huber"),
+        nightly("direct", "huber"),
         ("dual", "squared"),
         nightly("direct", "squared"),
         nightly("dual", "huber"),
@@ -187,6 +187,7 @@ def test_scores_are_those_of_a_twin_in_float64(shift):
 # runs
 
 
+@pytest.mark.nightly
 def test_two_planted_groups_are_found(run, folder):
     last = run.rows[-1]
     assert last["ari"] == 1.0 and last["rmse"] < 0.13 and last["r2"] > 0.99
@@ -332,6 +333,7 @@ def run_from_python(targets, run_dir="run"):
     return cfl.run(algorithm, task, data, key, **more)
 
 
+@pytest.mark.nightly
 def test_a_run_from_python_keeps_its_loss(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     huber = cfl.models.regression("huber", 0.5)
@@ -499,7 +501,7 @@ def own(tmp_path, monkeypatch):
     np.savez("own.npz", **planted())
 
 
-@pytest.mark.parametrize("settings", REFUSED)
+@pytest.mark.parametrize("settings", others_nightly(REFUSED, list(REFUSED)[::3]))
 def test_what_needs_classes_says_so(settings, own):
     line = f"{LINE} model=mclr clients_per_round=6".replace(" algorithm=ifca algorithm.m=2", "")
     line += f" {settings}" if "algorithm=" in settings else f" algorithm=ifca {settings}"

@@ -38,6 +38,7 @@ SMALL = "dataset.clients=30 model=mclr rounds=9 local.epochs=1 checkpoint.every=
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=4"
 PLAIN = f"{SMALL} algorithm=fedavg"
 CASES = {
+    "fedavg, swap_part": f"{SMALL} {FAULTS} algorithm=fedavg drift=swap_part drift.p=0.5",
     "ifca_mig, swap_part": f"{SMALL} {FAULTS} algorithm=ifca_mig drift=swap_part drift.p=0.5",
     "flexcfl, incremental": (
         f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'"
@@ -191,7 +192,7 @@ def run_dir(stopped, tmp_path):
 # continuing
 
 
-@pytest.mark.parametrize("case", others_nightly(CASES, ["ifca_mig, swap_part"]))
+@pytest.mark.parametrize("case", others_nightly(CASES, ["fedavg, swap_part"]))
 def test_a_stop_and_a_crash_leave_no_trace(case, fedjax_cfl, tmp_path):
     line, whole, torn = CASES[case], tmp_path / "whole", tmp_path / "torn"
     done(fedjax_cfl(line, whole))

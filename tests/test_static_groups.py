@@ -41,14 +41,15 @@ def run(method, toy, linear, local, **groups):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("method", "m"),
     [
         ("ifca", 3),
-        nightly("gradients", 1),
-        nightly("flexcfl", 3),
-        nightly("madc", 2),
-        nightly("rcc", 3),
+        ("gradients", 1),
+        ("flexcfl", 3),
+        ("madc", 2),
+        ("rcc", 3),
     ],
 )
 def test_room_for_more_groups_changes_nothing(method, m, toy, linear, local):

@@ -214,6 +214,7 @@ WARM = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.nightly
 @WARM
 def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, trained, local):
     warm, cold = (make(each)(reader, local) for each in (True, False))

@@ -73,6 +73,7 @@ def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     assert (sent.units_down, sent.units_up, sent.words_up) == (clients, clients, 0)
 
 
+@pytest.mark.nightly
 def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
     """In round 2 a client has other samples than when it sent the model that counts."""
     fewer = toy.replace(train=toy.train.replace(size=toy.train.size.at[1].set(9)))
