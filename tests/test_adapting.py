@@ -151,7 +151,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :]
         held = held[: int(toy.test.size[client])]
         model = jax.tree.map(lambda leaf, k=client: leaf[k], models)
-        right = np.argmax(linear.predict(model, x[held]), -1) == y[held]
+        right = np.argmax(linear.predict(model, x), -1)[held] == y[held]
         np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
 
 
