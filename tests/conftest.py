@@ -87,6 +87,13 @@ TESTS = (4, 9, 3, 2, 0, 5, 1, 6, 3, 4, 2, 8, 2, 5)  # test samples: client 4 has
 FEATURES, CLASSES, CONCEPTS = 5, 4, 2
 
 
+def at_once(function, *args, **kwargs):
+    """Returns `function(*args, **kwargs)`, compiled as a whole: one operation after another, each
+    is compiled alone, which takes longer.
+    """
+    return jax.jit(lambda: function(*args, **kwargs))()
+
+
 def with_execution(local, **settings):
     """Returns `local` with other lanes, another executor or another mesh; on the same devices
     unless `mesh` is given.

@@ -144,7 +144,9 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
             batches = batches_of(later_passes(toy, client, count), local.batch_size)
             own = trained(own, toy, batches[:steps], local.lr)
         close([found], [own])
-    row, table = evaluate_all(algorithm, linear, cfl.make_mesh(1), states[-1], toy, True)
+    mesh = cfl.make_mesh(1)
+    test = jax.jit(lambda state: evaluate_all(algorithm, linear, mesh, state, toy, True))
+    row, table = test(states[-1])
     assert row["groups"] == len(set(place[place >= 0].tolist()))  # those of the method
     x, y = np.asarray(toy.x), np.asarray(toy.y)
     for client in np.flatnonzero((place >= 0) & (np.asarray(toy.test.size) > 0)).tolist():

@@ -56,6 +56,14 @@ def twin_score(signature, fit, labels, first, several):
     return side, score
 
 
+score_group = jax.jit(auxo.score_group)
+
+
+@jax.jit
+def halves(key, rows, weight):
+    return auxo.kmeans(key, rows, 2, restarts=auxo.RESTARTS, weight=weight).labels
+
+
 @pytest.mark.parametrize("several", [nightly(False), True])
 @pytest.mark.parametrize(
     "case", ["first", "both", nightly("one"), nightly("none"), "few", nightly("alone")]
@@ -77,14 +85,8 @@ def test_scores_equal_their_twin(case, several):
     rows = member & known if several else member
     centered = signature - signature[member].mean(0)
     unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
-    labels = auxo.kmeans(
-        key,
-        jnp.asarray(unit),
-        2,
-        restarts=auxo.RESTARTS,
-        weight=jnp.asarray(rows, jnp.float32),
-    ).labels
-    found = auxo.score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
+    labels = halves(key, unit.astype("f4"), rows.astype("f4"))
+    found = score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
     wanted = twin_score(signature, fit, np.asarray(labels), first, several)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -109,7 +111,7 @@ def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
     side[prefer == 0, 0, 0] += 1
     side[prefer == 1, 0, 1] += 1
     memory = state.memory.replace(side=jnp.asarray(side), count=state.memory.count.at[:, 0].set(4))
-    after = auxo.cut_groups(state.replace(memory=memory), jnp.arange(3) == 0)
+    after = jax.jit(auxo.cut_groups)(state.replace(memory=memory), jnp.arange(3) == 0)
     assert after.active.tolist() == [True, True, False]
     for leaf in jax.tree.leaves(after.groups):
         np.testing.assert_array_equal(leaf[0], leaf[1])
@@ -154,7 +156,8 @@ def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
         memory=memory,
         assignment=jnp.zeros(14, jnp.int32),
     )
-    after, _ = auxo.split_and_join(auxo.split_at([5]), 0.0)(jax.random.key(0), full, toy)
+    join = jax.jit(auxo.split_and_join(auxo.split_at([5]), 0.0))
+    after, _ = join(jax.random.key(0), full, toy)
     assert np.flatnonzero(after.assignment).tolist() == [3]
 
 
@@ -177,8 +180,9 @@ def test_clients_explore_less_and_less(toy, linear, local):
     )
     migrate = auxo.split_and_join(auxo.split_at([5]), 0.8)
     data = SimpleNamespace(num_clients=clients, train=SimpleNamespace(size=jnp.ones(clients)))
+    go = jax.jit(lambda state: migrate(jax.random.key(0), state, data)[0])
     for round, wanted in ((0, 1600), (69, 800), (2000, 0)):
-        after, _ = migrate(jax.random.key(0), state.replace(round=jnp.int32(round)), data)
+        after = go(state.replace(round=jnp.int32(round)))
         assert abs(int(jnp.sum(after.assignment == 0)) - wanted) <= 120 * (wanted > 0)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, call, nightly, spent
+from conftest import at_once, build, call, nightly, spent
 from flax import struct
 
 import fedjax_cfl as cfl
@@ -193,7 +193,7 @@ def test_clients_of_a_table_serve_all(tmp_path):
     (tmp_path / "online.csv").write_text("client,begin,end\n2,5,10\n0,0,4\n2,1,2\n")
     given = availability.Availability(str(tmp_path / "online.csv"), 20.0)
     clock = device_clock.fedscale_clock(CohortSizes(5, 5, 3), online=given)
-    found = clock.presence(jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
+    found = at_once(clock.presence, jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
     np.testing.assert_allclose(found.stay, [0, 0, 3.5, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
 
@@ -277,9 +277,8 @@ def test_a_small_group_waits_for_one_answer():
     clock = device_profiles(np.ones(5), np.ones(5), wait_for=2)._replace(per_group=True)
     ids, seconds = jnp.arange(5), jnp.array([5.0, 3.0, 4.0, 6.0, 7.0])
     gid = jnp.array([0, 0, 0, 0, 1])
-    end = clocks.end_round(
-        clock, GROUPS, None, Cohort(ids, ids), gid, jnp.ones(5, bool), seconds, jnp.zeros(2)
-    )
+    given = Cohort(ids, ids), gid, jnp.ones(5, bool), seconds, jnp.zeros(2)
+    end = at_once(clocks.end_round, clock, GROUPS, None, *given)
     # group 0: 2 * 4 // 5 = 1 answer
     np.testing.assert_array_equal(end.duration, [3, 7])
     assert end.late.tolist() == [True, False, True, True, False] and not end.gone.any()
@@ -342,6 +341,7 @@ def test_clocks_of_groups_equal_a_twin():
     """Random groups before and after, some begun, some ended, now and then all made anew."""
     rng = np.random.default_rng(0)
     clock = device_profiles(np.ones(12), np.ones(12))._replace(per_group=True)
+    merge = jax.jit(lambda *given: clocks.merge_clocks(clock, *given))
     seen = set()
     for case in range(60):
         old, new = rng.integers(-1, 5, 12), rng.integers(0, 5, 12)
@@ -362,7 +362,7 @@ def test_clocks_of_groups_equal_a_twin():
             ]
             waits += [] if fresh else [times[k]]
             wanted.append(max(waits, default=max(times[active], default=0)))
-        found = clocks.merge_clocks(clock, before, after, int(reclustered))
+        found = merge(before, after, jnp.int32(reclustered))
         assert [count_to_int(each) for each in found.clock_ms] == wanted, case
         seen.add(tuple(wanted) == tuple(times))
     same = clocks.merge_clocks(clock._replace(per_group=False), before, after, 1)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, nightly
+from conftest import at_once, ledger, nightly
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.objective import training_loss
@@ -171,7 +171,7 @@ def test_scores_by_hand():
     """Utilities 1 and 2 are clipped to 1 and 1.9, and count from 0.999: (u - 0.999) / 1.001."""
     memory = fresh_memory(utility=np.float32([1, 2, 50]), calls=1)
     tried = jnp.array([True, True, False])
-    found = oort.scores_of(memory, tried, jnp.array([1.0, 0.5, 1.0]))
+    found = at_once(oort.scores_of, memory, tried, jnp.array([1.0, 0.5, 1.0]))
     np.testing.assert_allclose(found, [0.001 / 1.001, 0.5 * 0.901 / 1.001, 0], rtol=1e-3)
 
 
@@ -210,7 +210,7 @@ def test_the_highest_scores_of_each_group_are_selected(groups):
     size, data, group, state = population(rng, groups)
     score = rng.integers(5, size=CLIENTS).astype("f4")
     selection = select.by_group(SLOTS, lambda key, state, data: jnp.asarray(score))
-    ids = np.asarray(selection.select(jax.random.key(0), (), state, data))
+    ids = np.asarray(at_once(selection.select, jax.random.key(0), (), state, data))
     candidates = size > 0
     quota = select.share_quotas(
         SLOTS, jnp.asarray(np.bincount(group[candidates], minlength=groups))
@@ -241,7 +241,8 @@ def test_nearest_to_center(toy, models):
         wanted += sorted(mine, key=lambda i: np.abs(shares[i] - center).sum())[:2]
     assert sorted(ids) == sorted(wanted)
     soft = select.nearest_to_center(6, temperature=100.0)
-    drawn = {int(i) for n in range(20) for i in soft.select(jax.random.key(n), (), state, toy)}
+    draw = jax.jit(lambda key: soft.select(key, (), state, toy))
+    drawn = {int(i) for n in range(20) for i in draw(jax.random.key(n))}
     assert drawn > set(wanted)
 
 
@@ -280,7 +281,8 @@ def test_candidates_are_drawn_in_proportion_to_their_samples():
     data = SimpleNamespace(train=SimpleNamespace(size=jnp.array([0, 3, 9])))
     state = SimpleNamespace(assignment=jnp.zeros(3, jnp.int32), active=jnp.ones(1, bool))
     keys = jax.random.split(jax.random.key(0), 4000)
-    ids = jax.vmap(lambda key: power_of_choice.draw_candidates(key, state, data, 1))(keys)
+    draw = jax.vmap(lambda key: power_of_choice.draw_candidates(key, state, data, 1))
+    ids = jax.jit(draw)(keys)
     drawn = np.bincount(np.asarray(ids)[np.asarray(ids) < 3], minlength=3)
     assert drawn.sum() == 4000 and drawn[0] == 0 and abs(drawn[1] - 1000) < 120
 

@@ -277,7 +277,9 @@ def test_who_is_tested_on_what(toy, mlp, local):
         row = client if has else 0
         for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(source), strict=True):
             np.testing.assert_array_equal(a[client], b[row])
-    found, table = evaluate_all(algorithm, mlp, cfl.make_mesh(1), state, toy, True)
+    mesh = cfl.make_mesh(1)
+    test = jax.jit(lambda state: evaluate_all(algorithm, mlp, mesh, state, toy, True))
+    found, table = test(state)
     x, y, owner = (np.asarray(a) for a in (toy.x, toy.y, toy.owner))
     for client in range(len(SIZES)):
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :][
