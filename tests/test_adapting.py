@@ -144,7 +144,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
             batches = batches_of(later_passes(toy, client, count), local.batch_size)
             own = trained(own, toy, batches[:steps], local.lr)
         close([found], [own])
-    mesh = cfl.make_mesh(1)
+    mesh, predict = cfl.make_mesh(1), jax.jit(linear.predict)
     test = jax.jit(lambda state: evaluate_all(algorithm, linear, mesh, state, toy, True))
     row, table = test(states[-1])
     assert row["groups"] == len(set(place[place >= 0].tolist()))  # those of the method
@@ -153,7 +153,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :]
         held = held[: int(toy.test.size[client])]
         model = jax.tree.map(lambda leaf, k=client: leaf[k], models)
-        right = np.argmax(linear.predict(model, x), -1)[held] == y[held]
+        right = np.argmax(predict(model, x), -1)[held] == y[held]
         np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix, nightly, others_nightly, spent, with_execution
+from conftest import at_once, build, matrix, nightly, others_nightly, spent, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_assign import met
 from test_fesem import planted, play
@@ -289,7 +289,8 @@ def test_a_cut_is_the_best_of_all(seed):
 
     def cut(gamma_max):
         regroup = bipartition(only_group_1, "single", gamma_max, False)
-        return regroup(
+        return at_once(
+            regroup,
             KEY,
             blank(4, 10, assignment),
             data,
@@ -329,7 +330,8 @@ def test_gamma_must_exceed_its_limit(sign, gamma):
     for limit, cut in ((gamma, False), (gamma - 0.01, True)):
         regroup = bipartition(lambda *given: jnp.array([True, False]), "single", limit, False)
         state = blank(2, 4, [0, 0, 0, 0])
-        state, _ = regroup(KEY, state, data, Cohort(ids, ids), 0 * ids, upload_of(rows))
+        cohort = Cohort(ids, ids)
+        state, _ = at_once(regroup, KEY, state, data, cohort, 0 * ids, upload_of(rows))
         assert state.active.tolist() == [True, cut]
 
 

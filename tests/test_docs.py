@@ -24,7 +24,14 @@ ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-FASTER = {"rounds=60": "rounds=2", "epochs=5": "epochs=1"}  # what a block may do less of here
+# what a block may do less of here
+FASTER = {
+    "epochs=5, batch_size=10)": (
+        "epochs=1, batch_size=10, execution=cfl.make_execution(cfl.make_mesh(1)))"
+    ),
+    "rounds=60)": "rounds=2, mesh=cfl.make_mesh(1))",
+    "rounds=60": "rounds=2",
+}
 SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
 SLOW_PAGES += ("multilabel.md", "run_directory.md")  # what they show has tests of its own
 PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")
@@ -65,7 +72,8 @@ def test_python_runs(page, tmp_path, monkeypatch, run_dir):
         exec(compile(block, name_of(page), "exec"), names)
     if page == ROOT / "README.md":  # which only defines it
         method = names["sticky_ifca"](names["task"], names["local"], cfl.select.uniform(10), m=3)
-        cfl.run(method, names["task"], names["data"], jax.random.key(0), rounds=1)
+        mesh = names["local"].execution.mesh
+        cfl.run(method, names["task"], names["data"], jax.random.key(0), rounds=1, mesh=mesh)
 
 
 def commands() -> list[tuple[str, str]]:

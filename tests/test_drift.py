@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly
+from conftest import at_once, nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -429,10 +429,10 @@ def test_an_exchange_of_clients_is_a_regrouping(seed, toy):
     heir = jnp.asarray(rng.permutation(toy.num_clients), jnp.int32)
     after = jnp.where(owner < 0, owner, heir[owner])
     for view in (toy.train, toy.test):
-        now = update_client_index(view, owner)
+        now = at_once(update_client_index, view, owner)
         for found, expected in zip(
-            jax.tree.leaves(move_client_index(now, owner, heir)),
-            jax.tree.leaves(update_client_index(view, after)),
+            jax.tree.leaves(at_once(move_client_index, now, owner, heir)),
+            jax.tree.leaves(at_once(update_client_index, view, after)),
             strict=True,
         ):
             np.testing.assert_array_equal(found, expected)

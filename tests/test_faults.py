@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, nightly, others_nightly, with_execution
+from conftest import at_once, build, ledger, nightly, others_nightly, with_execution
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.cfl import cfl as cfl_method
@@ -257,7 +257,7 @@ def test_when_everybody_is_lost_the_models_stay(method, lost, linear, local, toy
 
 def test_screening_by_hand():
     upload = upload_of([[1, 2, 3], [jnp.nan, 5, 6], [7, jnp.inf, 9], [1, 1, 1]], [1, 2, 3, 0])
-    skipped, bad, leaf = faults.guard_nonfinite("skip", upload)
+    skipped, bad, leaf = at_once(faults.guard_nonfinite, "skip", upload)
     np.testing.assert_array_equal(rows(skipped), [[1, 2, 3], [0, 0, 0], [0, 0, 0], [1, 1, 1]])
     np.testing.assert_array_equal(skipped.weight, [1, 0, 0, 0])
     np.testing.assert_array_equal(bad, [False, True, True, False])
@@ -300,14 +300,12 @@ def test_what_is_sent_beside_a_model_is_lost_with_it():
     """A client that drops out is not one whose numbers are not finite; its loss is gone, too."""
     upload = upload_of(np.ones((4, 3))).replace(extra=EXTRA, loss=jnp.full(4, jnp.inf))
     none = jnp.zeros(20, bool)
-    left, counts = faults.inject_faults(
-        Faults(dropout=1.0), KEY, cohort_of(3, 5, 7, 11), upload, none
-    )
+    inject, lost = faults.inject_faults, Faults(dropout=1.0)
+    left, counts = at_once(inject, lost, KEY, cohort_of(3, 5, 7, 11), upload, none)
     assert (int(counts.dropped.sum()), int(counts.nonfinite.sum())) == (4, 0)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves((left.extra, left.loss, left.weight)))
-    attacked, _ = faults.inject_faults(
-        Faults(byzantine=1.0, scale=3.0), KEY, cohort_of(3), upload_of([[1, 2, 3]]), ~none
-    )
+    hostile = Faults(byzantine=1.0, scale=3.0)
+    attacked, _ = at_once(inject, hostile, KEY, cohort_of(3), upload_of([[1, 2, 3]]), ~none)
     np.testing.assert_array_equal(rows(attacked), [[-3, -6, -9]])
 
 

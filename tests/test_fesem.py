@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, nightly, shuffled, spent
+from conftest import at_once, build, ledger, matrix, nightly, shuffled, spent
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -322,7 +322,7 @@ def test_stored_mean_by_hand():
         upload_of([3.0, 0.0, 0.0], [5, 0, 0]),
         jnp.array([0, 1, 0]),
     )
-    step, mass = stored_mean(upload, gid, cohort, (), state)
+    step, mass = at_once(stored_mean, upload, gid, cohort, (), state)
     np.testing.assert_allclose(
         (state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6
     )

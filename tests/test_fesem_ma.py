@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, nightly, spent
+from conftest import at_once, build, ledger, matrix, nightly, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
@@ -239,7 +239,7 @@ def test_class_means_by_hand():
         start_group=jnp.zeros(2, jnp.int32),
     )
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
-    step, mass = class_weighted_mean("head")(upload, gid, cohort, (), state)
+    step, mass = at_once(class_weighted_mean("head"), upload, gid, cohort, (), state)
     found = (state.groups["head"]["kernel"] + step["head"]["kernel"])[:, 0]
     np.testing.assert_allclose(
         found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import build, ledger, others_nightly, spent
+from conftest import at_once, build, ledger, others_nightly, spent
 from scipy.spatial.distance import cdist
 from test_metric_kmeans import planted, shares
 
@@ -65,7 +65,8 @@ def test_moves_equal_their_twin_whatever_the_order_of_clients(seed):
     new, after, shift, theta = twin_moves(points, valid, drifted, labels, centers, active)
     order = np.random.default_rng(9).permutation(30)
     for rows in (np.arange(30), order):
-        moves = recluster.apply_moves(
+        moves = at_once(
+            recluster.apply_moves,
             *(jnp.asarray(each[rows]) for each in (points, valid, drifted, labels)),
             jnp.asarray(centers),
             jnp.asarray(active),
@@ -182,9 +183,8 @@ def test_mean_client_distance_equals_its_loop(planted):
     for i in np.flatnonzero(valid):
         others = [j for j in np.flatnonzero(valid) if j != i and labels[j] == labels[i]]
         each.append(apart[i, others].mean() if others else 0.0)
-    found = metric_kmeans.mean_client_distance(
-        jnp.asarray(points), jnp.asarray(labels), 4, jnp.asarray(valid), distances.l1
-    )
+    given = jnp.asarray(points), jnp.asarray(labels), 4, jnp.asarray(valid), distances.l1
+    found = at_once(metric_kmeans.mean_client_distance, *given)
     assert found == pytest.approx(np.mean(each), rel=1e-5)
 
 

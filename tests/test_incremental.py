@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import at_once
 from test_drift import KEY, assert_views, federated, once, random_data
 
 from fedjax_cfl.data.incremental import incremental
@@ -22,7 +23,7 @@ def test_incremental_numbers(compounding, expected):
     start = made.train.size.tolist()
     assert start[0] == 100 and start[2] == 0
     moves = incremental(compounding=compounding)
-    now, memory = moves.init(KEY, made)
+    now, memory = at_once(moves.init, KEY, made)
     assert (now.owner == made.owner).all()  # nothing is hidden before round 0
     before, sizes = None, start
     for round in range(0, 200, 10):
@@ -64,7 +65,7 @@ def test_fractions_are_exact_and_late_schedules_wait():
     made = federated(np.zeros(100), np.zeros(100), np.zeros(100), 1, 1)
     assert math.ceil(0.07 * 100) == 8  # what binary rounding makes of it
     moves = incremental((0.07, 1 / 3), (2, 4))
-    now, memory = moves.init(KEY, made)
+    now, memory = at_once(moves.init, KEY, made)
     sizes = []
     for round in range(6):
         now, _ = once(moves, now, round, memory=memory)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FEATURES, matrix, nightly, spent
+from conftest import FEATURES, at_once, matrix, nightly, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
@@ -160,13 +160,13 @@ def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, model
     y = np.where(owner % 2, owner // 2 % toy.num_classes, toy.y).astype(np.int32)
     skewed, local = toy.replace(y=jnp.asarray(y)), local.replace(epochs=30)
     algorithm = quick(linear, local, 3, privacy)
-    state = algorithm.init(KEY, skewed).replace(groups=models)
+    state = at_once(algorithm.init, KEY, skewed).replace(groups=models)
     after, _ = jax.jit(algorithm.round)(KEY, state, skewed)
     own = jax.tree.map(lambda leaf: leaf[state.assignment], models)
     alone = cfl.algorithms.nonfed(linear, local, full_participation())
     trained, _ = jax.jit(alone.round)(KEY, alone.init(KEY, skewed).replace(groups=own), skewed)
     sampler = back_search(**QUICK)(linear, local)
-    samples, _ = sampler.sample(derive_keys(KEY, 0)[REGROUP], (), models, skewed)
+    samples, _ = at_once(sampler.sample, derive_keys(KEY, 0)[REGROUP], (), models, skewed)
     cohort = make_cohort(jnp.arange(skewed.num_clients), skewed, local.execution)
     ids = np.minimum(cohort.ids, skewed.num_clients - 1)
     delta = jax.tree.map(lambda new, old: (new - old)[ids], trained.groups, own)
@@ -282,10 +282,10 @@ def test_one_group_is_fedavg(linear, toy, local):
 def refilled(linear, toy, local, models, rule, groups, round=1):
     """The models [3, P] after a rule has seen clients in `groups` [K]."""
     algorithm = quick(linear, local, 3)
-    state = algorithm.init(KEY, toy).replace(
+    state = at_once(algorithm.init, KEY, toy).replace(
         groups=models, assignment=jnp.asarray(groups, jnp.int32), round=jnp.int32(round)
     )
-    after, report = refill_empty_groups(linear, rule)(KEY, state, toy)
+    after, report = at_once(refill_empty_groups(linear, rule), KEY, state, toy)
     assert after.assignment.tolist() == list(groups) and not report.migrated
     chex.assert_trees_all_equal(after.replace(groups=models), state)
     return after.groups

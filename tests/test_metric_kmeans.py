@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import others_nightly
+from conftest import at_once, others_nightly
 from scipy.spatial.distance import cdist
 from sklearn.metrics import silhouette_score
 
@@ -66,7 +66,9 @@ def test_silhouette_finds_the_planted_number_of_clusters(name, planted):
     points, group = planted
     valid = jnp.arange(60) < 55
     cluster = metric_kmeans.by_silhouette()
-    labels, active = cluster(jax.random.key(0), jnp.asarray(points), valid, 7, METRICS[name])
+    labels, active = at_once(
+        cluster, jax.random.key(0), jnp.asarray(points), valid, 7, METRICS[name]
+    )
     assert active.sum() == 4 and active[:4].all()
     pairs = {(g, int(label)) for g, label in zip(group[:55], labels[:55], strict=True)}
     assert len(pairs) == 4 == len({label for _, label in pairs})
@@ -101,9 +103,8 @@ def test_kmeans_cost_is_that_of_its_labels_and_no_worse_than_one_cluster(planted
 
 def test_kmeans_of_fewer_distinct_points_than_clusters():
     points = jnp.asarray([[0.0, 1.0]] * 4 + [[1.0, 0.0]] * 4)
-    labels, cost = metric_kmeans.metric_kmeans(
-        jax.random.key(0), points, jnp.ones(8, bool), 5, 5, distances.l1, 20
-    )
+    given = jax.random.key(0), points, jnp.ones(8, bool), 5, 5, distances.l1, 20
+    labels, cost = at_once(metric_kmeans.metric_kmeans, *given)
     assert cost == 0 and len(set(labels[:4].tolist())) == 1 and labels[0] != labels[7]
 
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import at_once
 from sklearn.metrics import adjusted_rand_score, f1_score
 
 from fedjax_cfl.simulation import metrics
@@ -122,6 +123,7 @@ def test_hand_numbers_of_one_client():
     assert counts.tolist() == [[1, 1, 0, 0, 0], [3, 3, 1, 1, 0]]
 
 
+@pytest.mark.nightly
 def test_jit_equals_no_jit(samples):
     owner, y, prediction, loss = samples
     plain = metrics.client_metrics(
@@ -222,5 +224,5 @@ def test_losses_of_many_samples_are_added_up_in_parts(monkeypatch):
     monkeypatch.setattr(metrics, "MAX_SUMMED", 16)
     zero = jnp.zeros(65, jnp.int32)
     loss = jnp.ones(65).at[0].set(2.0**24)
-    table, _ = metrics.client_metrics(zero == 0, loss, zero, zero, zero, 1, 2)
+    table, _ = at_once(metrics.client_metrics, zero == 0, loss, zero, zero, zero, 1, 2)
     np.testing.assert_allclose(table.loss[0] * 65, 2.0**24 + 64, rtol=0, atol=17)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import VARYING, nightly, one_line
+from conftest import VARYING, at_once, nightly, one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import drift, perturb, stream, traces
@@ -130,7 +130,7 @@ def test_one_program_equals_step_by_step():
 
 def test_buckets_hold_all_samples_of_their_labels():
     for intervals in (3, 8):
-        data, interval = traces.deal_labels(KEY, make_data(), intervals)
+        data, interval = at_once(traces.deal_labels, KEY, make_data(), intervals)
         own = (np.asarray(data.time) >= 0) & (np.asarray(data.owner) >= 0)
         owner, y, interval = (np.asarray(a)[own] for a in (data.owner, data.y, interval))
         for k in range(K - 1):
@@ -205,11 +205,12 @@ def test_label_swap_equals_brute_force():
     made = drift.label_swap(0.5, period)
     y, owner = np.asarray(data.y).copy(), np.asarray(data.owner)
     before = y.copy()
+    draw = jax.jit(lambda number, data: drift.draw_label_pairs(KEY, number, data, 0.5))
     chosen = 0
     for round, (now, shifted, _) in enumerate(follow(made, data, 7)):
         if round and round % period == 0:
             have = data.replace(y=jnp.asarray(y))
-            who, pairs = drift.draw_label_pairs(KEY, round - 1, have, 0.5)
+            who, pairs = draw(jnp.int32(round - 1), have)
             np.testing.assert_array_equal(shifted, who)
             for k in np.flatnonzero(who):
                 a, b = np.asarray(pairs)[k]
@@ -231,7 +232,7 @@ def test_a_client_of_one_label_swaps_nothing():
     pool = Pool(np.zeros((6, 1), np.float32), np.array([0, 0, 1, 1, 1, 0]), 2)
     test = np.array([0, 0, 0, 0, 0, 1], bool)
     data = federate(pool, Partition(np.arange(6), np.array([0, 0, 1, 1, 1, 1]), test))
-    assert not drift.label_swap(1.0, 1).apply(KEY, 0, data, (), None)[2].any()
+    assert not at_once(drift.label_swap(1.0, 1).apply, KEY, 0, data, (), None)[2].any()
 
 
 @pytest.mark.parametrize("make", [stream.bucket, nightly(stream.gradual), stream.rotate])
