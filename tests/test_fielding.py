@@ -65,8 +65,7 @@ def test_moves_equal_their_twin_whatever_the_order_of_clients(seed):
     new, after, shift, theta = twin_moves(points, valid, drifted, labels, centers, active)
     order = np.random.default_rng(9).permutation(30)
     for rows in (np.arange(30), order):
-        moves = at_once(
-            recluster.apply_moves,
+        moves = recluster.apply_moves(
             *(jnp.asarray(each[rows]) for each in (points, valid, drifted, labels)),
             jnp.asarray(centers),
             jnp.asarray(active),
