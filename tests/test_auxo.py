@@ -186,6 +186,7 @@ def test_clients_explore_less_and_less(toy, linear, local):
         assert abs(int(jnp.sum(after.assignment == 0)) - wanted) <= 120 * (wanted > 0)
 
 
+@pytest.mark.nightly
 def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, local):
     algorithm = build(
         algorithms.auxo,

@@ -85,6 +85,7 @@ def test_thresholds_never_met_are_fedavg(concepts, linear, local, cutting, gamma
     assert sent == [COHORT, COHORT, CLIENTS] * 2
 
 
+@pytest.mark.nightly
 def test_planted_groups_are_found_and_then_no_more(cutting):
     """Groups of 18 and 12 are cut and those of 6 are not; only rounds with everybody
     cut, and each half goes on from its parent's model.

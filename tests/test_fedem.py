@@ -626,6 +626,7 @@ def test_a_client_never_met_finds_its_weights(finished, shares):
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+@pytest.mark.nightly
 def test_predict_mixes_for_clients_of_the_run_and_others(finished, folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     new = own_arrays(["ann", "gil"], samples=40, seed=6)

@@ -149,7 +149,8 @@ def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
     assert affinity[same & others].mean() > affinity[~same].mean()  # it finds who is alike
 
 
-@pytest.mark.parametrize("bad", [nightly(np.inf), nightly(np.nan), 3e38])
+@pytest.mark.nightly
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
 def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole_batches, bad):
     algorithm = build(fedfomo, softmax_task, whole_batches, full_participation(), models=4)
     state = algorithm.init(KEY, five)
@@ -196,6 +197,7 @@ def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, wh
     assert seen == [(2, 2, 0, 0), (6, 2, 0, 4), (3, 2, 0, 3)]
 
 
+@pytest.mark.nightly
 def test_bytes_are_those_of_the_closed_form(five, softmax_task, whole_batches):
     """M models down, one up and M words a participant, once everybody has answered."""
     algorithm = fedfomo(softmax_task, whole_batches, full_participation(), models=3)

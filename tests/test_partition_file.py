@@ -100,6 +100,7 @@ def test_no_file(tmp_path):
     one_line(said, cfl.partition.from_file, POOL, path=str(tmp_path / "partition.pkl"))
 
 
+@pytest.mark.nightly
 def test_a_run_on_a_partition_of_ones_own(fedjax_cfl, tmp_path):
     (tmp_path / "p.json").write_text(
         json.dumps({f"site {k}": [*range(k, 60, 6)] for k in range(6)})

@@ -192,6 +192,7 @@ def test_a_run_predicts_as_it_was_tested(folder, fedjax_cfl, monkeypatch):
     assert "high" in out and "model" in out.splitlines()[2]
 
 
+@pytest.mark.nightly
 def test_a_run_from_python_keeps_its_scaling(linear, local, toy, tmp_path):
     data, scaling = standardize(toy.replace(x=1000 * toy.x), "pool")
     method = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))

@@ -176,6 +176,7 @@ def test_samples_side_by_side_are_those_one_after_another(reader, rotated, train
     np.testing.assert_allclose(drawn[0], drawn[1], atol=2e-2)
 
 
+@pytest.mark.nightly
 def test_the_prior_pulls_samples_to_its_mean(reader, rotated, trained, local):
     def distance(**settings):
         sampler = back_search(samples=2, **settings)(reader, local)
