@@ -292,7 +292,7 @@ def test_a_run_without_its_tables_is_shown_as_far_as_it_goes(runs, tmp_path):
 def test_a_page_that_cannot_be_written(runs, tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         report([runs], runs / "no" / "such" / "report.html")
-    with pytest.raises(InputError, match=r"/dev/null/\S+\.png: cannot be written"):
+    with pytest.raises(InputError, match="/dev/null: cannot be written"):
         report([runs / "ifca" / "0"], tmp_path / "report.html", "/dev/null")
 
 
