@@ -36,14 +36,12 @@ LAYERS = {
     "scaffold": "",
     "feddyn": "",
 }
+OWN_JUDGE = ("feddrift", "lg_fedavg")
 REFUSED = {
     ("fesem", "feddyn"): "the server of this method makes another step; use personal=none, or",
-    (
-        "feddrift",
-        "lg_fedavg",
-    ): "personal.judge=own: FedDrift tests the models of groups as they",
+    OWN_JUDGE: "personal.judge=own: FedDrift tests the models of groups as they are; use template",
 }
-REMEDIES = {("feddrift", "lg_fedavg"): "personal.judge=template"}  # what the refusal names
+REMEDIES = {OWN_JUDGE: "personal.judge=template"}  # what the refusal names
 PAIRS = [
     (method, layer)
     for method in METHODS
