@@ -11,6 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 # On programs this small compiling takes nearly all the time. Unoptimised it is four times
 # faster, here and in the processes that tests start; what is compiled twice is read from a
@@ -41,7 +42,9 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
 from fedjax_cfl.runs.results import read_metrics
+from fedjax_cfl.runs.resume import CHECKPOINTS
 from fedjax_cfl.simulation.compiler import use_compile_cache
 from fedjax_cfl.system.reports import add_traffic, count_to_int
 
@@ -229,6 +232,11 @@ def lasting_rows(folder):
         {name: value for name, value in row.items() if name not in VARYING}
         for row in read_metrics(folder)
     ]
+
+
+def last_arrays(run_dir):
+    """Returns the arrays of the last checkpoint of a run, by their place in it."""
+    return load_arrays(list_checkpoints(Path(run_dir) / CHECKPOINTS)[-1])
 
 
 def stop_and_go_on(fedjax_cfl, line):

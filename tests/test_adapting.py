@@ -8,6 +8,7 @@ import pytest
 from conftest import (
     CLASSES,
     SIZES,
+    at_once,
     build,
     matrix,
     nightly,
@@ -145,8 +146,7 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
             own = trained(own, toy, batches[:steps], local.lr)
         close([found], [own])
     mesh, predict = cfl.make_mesh(1), jax.jit(linear.predict)
-    test = jax.jit(lambda state: evaluate_all(algorithm, linear, mesh, state, toy, True))
-    row, table = test(states[-1])
+    row, table = at_once(evaluate_all, algorithm, linear, mesh, states[-1], toy, True)
     assert row["groups"] == len(set(place[place >= 0].tolist()))  # those of the method
     x, y = np.asarray(toy.x), np.asarray(toy.y)
     for client in np.flatnonzero((place >= 0) & (np.asarray(toy.test.size) > 0)).tolist():

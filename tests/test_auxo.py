@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, nightly
+from conftest import at_once, build, nightly
 
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering.kmeans import kmeans
@@ -111,7 +111,7 @@ def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
     side[prefer == 0, 0, 0] += 1
     side[prefer == 1, 0, 1] += 1
     memory = state.memory.replace(side=jnp.asarray(side), count=state.memory.count.at[:, 0].set(4))
-    after = jax.jit(auxo.cut_groups)(state.replace(memory=memory), jnp.arange(3) == 0)
+    after = at_once(auxo.cut_groups, state.replace(memory=memory), jnp.arange(3) == 0)
     assert after.active.tolist() == [True, True, False]
     for leaf in jax.tree.leaves(after.groups):
         np.testing.assert_array_equal(leaf[0], leaf[1])
@@ -156,8 +156,8 @@ def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
         memory=memory,
         assignment=jnp.zeros(14, jnp.int32),
     )
-    join = jax.jit(auxo.split_and_join(auxo.split_at([5]), 0.0))
-    after, _ = join(jax.random.key(0), full, toy)
+    join = auxo.split_and_join(auxo.split_at([5]), 0.0)
+    after, _ = at_once(join, jax.random.key(0), full, toy)
     assert np.flatnonzero(after.assignment).tolist() == [3]
 
 

@@ -30,7 +30,6 @@ FASTER = {
         "epochs=1, batch_size=10, execution=cfl.make_execution(cfl.make_mesh(1)))"
     ),
     "rounds=60)": "rounds=2, mesh=cfl.make_mesh(1))",
-    "rounds=60": "rounds=2",
 }
 SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
 SLOW_PAGES += ("multilabel.md", "run_directory.md")  # what they show has tests of its own

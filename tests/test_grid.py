@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import call, lasting_rows, nightly
+from conftest import call, last_arrays, lasting_rows, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.sweep import grid_axes
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+from fedjax_cfl.runs.checkpoint import list_checkpoints
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.simulation.vectorize import stack_data
 
@@ -113,9 +113,7 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
         alone = tmp_path / "alone" / folder.name
         same(lasting_rows(folder), lasting_rows(alone))
         assert {path.name for path in folder.iterdir()} == {path.name for path in alone.iterdir()}
-        ours, theirs = (
-            load_arrays(list_checkpoints(path / "checkpoints")[-1]) for path in (folder, alone)
-        )
+        ours, theirs = (last_arrays(path) for path in (folder, alone))
         assert ours.keys() == theirs.keys()
         for name, array in ours.items():
             assert array.shape == theirs[name].shape, name

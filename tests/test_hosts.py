@@ -11,9 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import lasting_rows, nightly
-
-from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+from conftest import last_arrays, lasting_rows, nightly
 
 SMALL = [
     "dataset.clients=20",
@@ -162,7 +160,7 @@ def test_a_killed_process_ends_the_other(number, tmp_path):
     if number == 1:  # process 0 coordinates: without it JAX aborts the others before Python can
         assert status == 1 and "Traceback" not in error, error
         assert error.count("fedjax-cfl: another process of this run has ended") == 1
-    assert load_arrays(list_checkpoints(tmp_path / "run" / "checkpoints")[-1])  # is whole
+    assert last_arrays(tmp_path / "run")  # is whole
 
 
 @pytest.mark.parametrize(

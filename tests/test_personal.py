@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import (
     SIZES,
+    at_once,
     build,
     matrix,
     nightly,
@@ -278,8 +279,7 @@ def test_who_is_tested_on_what(toy, mlp, local):
         for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(source), strict=True):
             np.testing.assert_array_equal(a[client], b[row])
     mesh, predict = cfl.make_mesh(1), jax.jit(mlp.predict)
-    test = jax.jit(lambda state: evaluate_all(algorithm, mlp, mesh, state, toy, True))
-    found, table = test(state)
+    found, table = at_once(evaluate_all, algorithm, mlp, mesh, state, toy, True)
     x, y, owner = (np.asarray(a) for a in (toy.x, toy.y, toy.owner))
     for client in range(len(SIZES)):
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :][

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow.parquet
 import pytest
-from conftest import VARYING, nightly, others_nightly
+from conftest import VARYING, last_arrays, nightly, others_nightly
 
 from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.main import main
@@ -140,10 +140,6 @@ def clients(run_dir: Path) -> dict:
     return pyarrow.parquet.read_table(run_dir / "clients.parquet").to_pydict()
 
 
-def arrays(run_dir: Path) -> dict[str, np.ndarray]:
-    return checkpoint.load_arrays(list_checkpoints(run_dir / CHECKPOINTS)[-1])
-
-
 def steps(run_dir: Path) -> list[int]:
     return [int(path.name.rpartition("-")[2]) for path in list_checkpoints(run_dir / CHECKPOINTS)]
 
@@ -158,7 +154,7 @@ def assert_same(one: Path, other: Path, rounds: int = 9) -> None:
     assert rows(one) == rows(other) and summary(one) == summary(other)
     np.testing.assert_equal(clients(one), clients(other))
     assert (one / ASSIGNMENTS_FILE).read_bytes() == (other / ASSIGNMENTS_FILE).read_bytes()
-    left, right = arrays(one), arrays(other)
+    left, right = last_arrays(one), last_arrays(other)
     assert left.keys() == right.keys()
     assert [name for name in left if left[name].tobytes() != right[name].tobytes()] == []
 
@@ -217,8 +213,10 @@ def test_a_run_may_go_on_on_other_devices(fedjax_cfl, run_dir, whole):
     """Float32 sums in another order: the numbers of two rounds agree to 1e-4, counts exactly."""
     answer = done(fedjax_cfl(PLAIN.replace("devices=1", "devices=4"), run_dir))
     assert "4 CPU devices" in answer.out and answer.out.startswith("resuming after round 7\n")
-    for name, value in arrays(whole).items():
-        np.testing.assert_allclose(arrays(run_dir)[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    for name, value in last_arrays(whole).items():
+        np.testing.assert_allclose(
+            last_arrays(run_dir)[name], value, rtol=1e-4, atol=1e-5, err_msg=name
+        )
     for row, other in zip(rows(run_dir), rows(whole), strict=True):
         assert all(row[name] == value for name, value in other.items() if isinstance(value, int)), (
             row["round"]
@@ -237,8 +235,10 @@ def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole
         )
     )
     assert [row["round"] for row in rows(run_dir)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    for name, value in arrays(whole).items():
-        np.testing.assert_allclose(arrays(run_dir)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    for name, value in last_arrays(whole).items():
+        np.testing.assert_allclose(
+            last_arrays(run_dir)[name], value, rtol=1e-5, atol=1e-6, err_msg=name
+        )
 
 
 def test_a_torn_last_line_is_written_again(fedjax_cfl, run_dir, whole):
@@ -280,7 +280,7 @@ def test_the_models_of_the_best_evaluation_are_kept(fedjax_cfl, whole, tmp_path)
     (kept,) = list_checkpoints(run_dir / "best")
     assert kept.name.endswith(f"-step-{best}")
     done(fedjax_cfl(f"{line} rounds={best}", tmp_path / "short"))
-    there = arrays(tmp_path / "short")
+    there = last_arrays(tmp_path / "short")
     for name, value in checkpoint.load_arrays(kept).items():
         if name.startswith("['models']"):
             twin = there[name.replace("['models']", "[0].groups")]
@@ -513,7 +513,9 @@ def test_a_signal_saves_and_the_same_command_finishes(number, fedjax_cfl, long, 
     )
     done(fedjax_cfl(line, run_dir))
     assert rows(run_dir) == rows(whole) and summary(run_dir) == summary(whole)
-    np.testing.assert_equal((clients(run_dir), arrays(run_dir)), (clients(whole), arrays(whole)))
+    np.testing.assert_equal(
+        (clients(run_dir), last_arrays(run_dir)), (clients(whole), last_arrays(whole))
+    )
 
 
 @pytest.mark.nightly

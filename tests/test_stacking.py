@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import lasting_rows
+from conftest import last_arrays, lasting_rows
 from test_grid import same
 
-from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+from fedjax_cfl.runs.checkpoint import list_checkpoints
 
 METHODS = {
     "fedavg": "",
@@ -73,10 +73,6 @@ def run(fedjax_cfl, line, run_dir):
     return out
 
 
-def arrays(run_dir):
-    return load_arrays(list_checkpoints(Path(run_dir) / "checkpoints")[-1])
-
-
 def cut_off(run_dir):
     """As if the process had been killed after the last row, before its checkpoint."""
     shutil.rmtree(list_checkpoints(run_dir / "checkpoints")[-1])
@@ -99,17 +95,19 @@ def test_every_layer_over_every_method(method, layer, fedjax_cfl, tmp_path):
     cut_off(Path("torn"))
     assert "resuming after round 2\n" in run(fedjax_cfl, line, "torn")
     assert lasting_rows("torn") == rows
-    np.testing.assert_equal(arrays("torn"), arrays("whole"))
+    np.testing.assert_equal(last_arrays("torn"), last_arrays("whole"))
 
     run(fedjax_cfl, f"{line} seeds=2 devices=4", "both")
     same(lasting_rows("both/0"), rows)
-    for name, array in arrays("both/0").items():
-        np.testing.assert_allclose(array, arrays("whole")[name], rtol=2e-4, atol=2e-5, err_msg=name)
+    for name, array in last_arrays("both/0").items():
+        np.testing.assert_allclose(
+            array, last_arrays("whole")[name], rtol=2e-4, atol=2e-5, err_msg=name
+        )
     assert lasting_rows("both/1") != rows
 
     if layer in UNSEEN:
         run(fedjax_cfl, below, "below")
-        alone, over = arrays("below"), arrays("whole")
+        alone, over = last_arrays("below"), last_arrays("whole")
         assert alone.keys() < over.keys()
         for name, array in alone.items():
             np.testing.assert_allclose(array, over[name], rtol=1e-6, atol=1e-7, err_msg=name)
