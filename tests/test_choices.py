@@ -1,10 +1,11 @@
 """Every name that a setting of a method can have, and every file of conf/algorithm: the shapes of
-a start and a round with it.
+a start and a round with it, of two step sizes as one program.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from conftest import nightly
 from omegaconf import OmegaConf
@@ -52,9 +53,13 @@ def list_cases():
 @pytest.mark.parametrize(("method", "chosen"), list(list_cases()))
 def test_a_round_leaves_the_shapes_of_the_state(method, chosen, build):
     given = tuple(f"algorithm.{setting}={name}" for setting, name in chosen.items())
-    algorithm, _, data, _ = build(method, given=given)
-    key = jax.random.key(0)
-    begun = jax.eval_shape(algorithm.init, key, data)
-    after, _ = jax.eval_shape(algorithm.round, key, begun, data)
+    (make, _), _, data, _ = build(method, members=True, given=given)
+
+    def run(lr):
+        algorithm, key = make({"local.lr": lr}), jax.random.key(0)
+        begun = algorithm.init(key, data)
+        return begun, algorithm.round(key, begun, data)[0]
+
+    begun, after = jax.eval_shape(jax.vmap(run), jnp.array([0.1, 0.2]))
     shapes = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
     assert shapes(begun) == shapes(after)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop, then
@@ -190,9 +191,7 @@ def gradient(
     """
 
     def make(task: Task, local: Local) -> Representation:
-        solve = gradient_step(task, local)
-
-        def client_direction(client, data, shared, work):
+        def client_direction(solve, client, data, shared, work):
             def direction(upload):
                 leaves = jax.tree.leaves(drop_statistics(upload.delta))
                 flat = jnp.concatenate([leaf.reshape(-1) for leaf in leaves])
@@ -203,7 +202,8 @@ def gradient(
             return then(solve(client, data, (jax.random.key(0), shared), work), direction)
 
         def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
-            return map_clients(client_direction, local.execution, shared, data, who)
+            of_client = Partial(client_direction, gradient_step(task, local))
+            return map_clients(of_client, local.execution, shared, data, who)
 
         def init(key: Key, data: FederatedData) -> Any:
             starting, drawing = jax.random.split(key)
