@@ -114,6 +114,7 @@ def test_each_client_its_own_group_is_training_alone(toy, linear, local):
     chex.assert_trees_all_equal(state.groups, expected.groups)
 
 
+@pytest.mark.nightly
 def test_known_groups_follow_data_that_clients_exchange(toy, linear, local):
     """What a run serves after each round is the true group of the data that a client has then."""
     algorithm = known_groups(linear, local, COHORT, m=2)

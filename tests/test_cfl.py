@@ -92,6 +92,7 @@ def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, linear, loca
     assert float(infos[-1].loss) < float(infos[0].loss)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("warm_up", [0, 3])
 def test_the_first_cut_may_come_in_the_round_that_ends_the_warm_up(concepts, cutting, warm_up):
     limits = {"eps1": 1e9, "eps2": 0.0, "gamma_max": 0.0, "warm_up": warm_up}

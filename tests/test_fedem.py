@@ -186,7 +186,8 @@ def mixed(models, weights, x):
     )
 
 
-@pytest.mark.parametrize("devices", [nightly(1), 4])
+@pytest.mark.nightly
+@pytest.mark.parametrize("devices", [1, 4])
 def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     states, _ = play(fedem(linear, local, COHORTS, m=3), toy, 2)
     algorithm, state = fedem(linear, local, COHORTS, m=3), states[-1]

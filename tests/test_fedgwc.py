@@ -193,6 +193,7 @@ def test_equal_losses_give_equal_rewards():
     np.testing.assert_allclose(found, np.full(5, 0.2), rtol=1e-3)
 
 
+@pytest.mark.nightly
 def test_the_index_is_that_of_scikit_learn():
     points = np.random.default_rng(0).normal(size=(12, 3))
     labels, inside = np.arange(12) % 3, np.arange(12) < 10

@@ -211,6 +211,7 @@ def test_planted_groups_are_found(mlp, local):
     assert spent(*states[:2]) == Traffic(6, 6, 0, 6 * 4)
 
 
+@pytest.mark.nightly
 def test_class_means_by_hand():
     """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew,
     from 10; classes 0, 1, 2.

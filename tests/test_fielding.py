@@ -340,6 +340,7 @@ def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
     np.testing.assert_array_equal(quiet[-1].memory.reported, quiet[0].memory.reported)
 
 
+@pytest.mark.nightly
 def test_the_pairwise_trigger_counts_events_in_which_a_report_has_changed(drifting, linear, local):
     """It fires in two of them in a row, whatever round lies between, and doubles."""
     algorithm = method(linear, local, m=1, trigger="pairwise", delta=0.1)

@@ -28,6 +28,7 @@ CASES = {
         f"algorithm=fedavg {FAULTS}",
         "vectorize=[local.lr] local.lr=0.01,0.1",
     ),
+    "step sizes": ("algorithm=fedavg", "vectorize=[local.lr] local.lr=0.01,0.1"),
     "seeds and eta_g, swaps, faults": (
         f"{FLEXCFL} {FAULTS} drift=swap_part drift.p=0.5",
         "vectorize=[algorithm.eta_g,seed] seed=3,1 algorithm.eta_g=0,0.2",
@@ -35,6 +36,10 @@ CASES = {
     "seeds and step sizes, incremental, faults": (
         f"{IFCA} {FAULTS} drift=incremental drift.fractions=[0.5,1] drift.schedule=[0,2]",
         "vectorize=[local.lr,seed] seed=3,1 local.lr=0.01,0.1",
+    ),
+    "step sizes, directions of gradients": (
+        "algorithm=fielding algorithm.represent=gradient",
+        "vectorize=[local.lr] local.lr=0.01,0.1",
     ),
     "mu, one data set": (
         "algorithm=fedprox model=mlp",
@@ -59,8 +64,12 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
-FAST = ("step sizes, faults",)
-NIGHTLY = ("seeds and step sizes, incremental, faults", "cuts in two, a stream")
+FAST = ("step sizes",)
+NIGHTLY = (
+    "step sizes, faults",
+    "seeds and step sizes, incremental, faults",
+    "cuts in two, a stream",
+)
 
 
 def same(one, other):

@@ -5,7 +5,7 @@ of rows on the devices, to the bit.
 import jax
 import numpy as np
 import pytest
-from conftest import nightly, stop_and_go_on, with_execution
+from conftest import stop_and_go_on, with_execution
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
@@ -59,10 +59,10 @@ def assert_equal(one, other):
             np.testing.assert_array_equal(left[name], right[name], err_msg=name)
 
 
-CASES = [nightly(name, method, 1) for name in KEEP for method in METHODS if name != "ditto"]
-CASES += [("ditto", "fedavg", 1), nightly("ditto", "ifca", 1), nightly("ditto", "ifca", 4)]
+CASES = [(name, method, 1) for name in KEEP for method in METHODS] + [("ditto", "ifca", 4)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "method", "devices"), CASES)
 def test_rows_on_the_host_are_those_on_the_devices(
     name, method, devices, population, mlp, local, monkeypatch

@@ -99,7 +99,7 @@ def pairs(*often, rest):
     ]
 
 
-@pytest.mark.parametrize(("method", "width"), pairs((3,), rest=[(4096,)]), indirect=["method"])
+@pytest.mark.parametrize(("method", "width"), pairs(rest=[(3,), (4096,)]), indirect=["method"])
 def test_width(usual, method, toy, mlp, local, width):
     """Seven clients, by threes and all at once."""
     assert_same(
@@ -172,7 +172,8 @@ def test_power_of_choice_in_a_grid(toy, mlp, local):
         chex.assert_trees_all_close(member, alone(key, toy), **ROUNDING)
 
 
-@pytest.mark.parametrize("method", [OFTEN, nightly("fedavg"), nightly("flexcfl")], indirect=True)
+@pytest.mark.nightly
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_capacity(usual, go, toy):
     assert_same(go(TABLE, toy.replace(max_client_samples=2 * toy.max_client_samples + 1)), usual)
 

@@ -64,6 +64,7 @@ def test_a_directory_changes_no_number(finished):
     np.testing.assert_array_equal(again.predict(0, samples), run.predict(0, samples))
 
 
+@pytest.mark.nightly
 def test_a_row_has_the_accuracy_of_each_true_group(finished, toy):
     """Of all test samples of its clients, whatever group they are in; by hand from the clients."""
     run, _, _ = finished

@@ -52,7 +52,8 @@ def test_stream_of_batches(count):
             assert (0 <= drawn).all() and (drawn < count).all()
 
 
-@pytest.mark.parametrize(("width", "other"), [(1, "dual"), nightly(4, "direct")])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("width", "other"), [(1, "dual"), (4, "direct")])
 def test_same_models_however_they_are_trained(width, other):
     sizes = (3, 22, 9, 40, 10, 0)
     rng = np.random.default_rng(1)

@@ -153,7 +153,8 @@ def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, mo
     np.testing.assert_allclose(matrix(after.groups), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("privacy", [nightly(WEAK), STRONG], ids=["weak", "strong"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("privacy", [WEAK, STRONG], ids=["weak", "strong"])
 def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, models, privacy):
     """Every odd client has one label, so that others count for nothing (eq. 4)."""
     owner = np.asarray(toy.owner)
@@ -179,6 +180,7 @@ def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, model
     assert (wanted != nearest_group(jnp.ones_like(share), distance, present))[real].any()
 
 
+@pytest.mark.nightly
 def test_a_client_that_never_answers_stays(linear, toy, local):
     silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))
     algorithm = quick(linear, local, 3, select=silent)

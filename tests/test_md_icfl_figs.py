@@ -89,6 +89,7 @@ def test_figures_are_drawn_for_finished_cells(run, tmp_path):
         assert imread(tmp_path / name).std() > 0.02, name
 
 
+@pytest.mark.nightly
 def test_a_run_without_group_models_is_refused(run, tmp_path):
     with pytest.raises(InputError, match="no checkpoint with the models of groups"):
         md_icfl_figs.read_group_models(tmp_path, run[2])

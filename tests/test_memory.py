@@ -20,6 +20,7 @@ def fesem(mlp, local):
     return build(cfl.algorithms.fesem, mlp, local, cfl.select.uniform(4), **options)
 
 
+@pytest.mark.nightly
 def test_counts_what_a_run_holds(fesem, mlp, toy, local):
     found = cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.execution.mesh).memory
     parameters = 34

@@ -167,6 +167,7 @@ def test_ari_is_right_for_a_million_clients(clients, agreement):
     np.testing.assert_allclose(both, [expected, 1], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_ari_of_a_group_for_each_of_a_million_clients():
     """No table of all pairs of labels is built."""
     alone = np.arange(1_000_000)

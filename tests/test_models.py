@@ -101,6 +101,7 @@ def test_the_number_of_parameters_is_the_published_one(name, shape, classes, siz
     assert model_bytes(params) == 4 * (size + STATISTICS.get(name, 0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("module", "shape", "classes", "size"), OTHER_SIZES)
 def test_other_layouts_have_their_published_size(module, shape, classes, size):
     assert count_params(jax.eval_shape(as_task(module, shape, classes).init, KEY)) == size
@@ -158,6 +159,7 @@ def test_kernels_start_in_the_glorot_range_and_biases_at_zero():
         assert not np.asarray(params[layer]["bias"]).any()
 
 
+@pytest.mark.nightly
 def test_two_logits_give_the_sigmoid_cross_entropy():
     task = as_task(StackedLSTM(), (3, 4), 2)
     params = started(task)
@@ -219,6 +221,7 @@ def test_uint8_pixels_are_read_as_fractions():
     close(jax.jit(task.loss)(params, x, y), jax.jit(task.loss)(params, fractions[..., None], y))
 
 
+@pytest.mark.nightly
 def test_lenet_starts_as_in_pytorch_or_as_in_keras():
     """PyTorch's layers: kernels and biases uniform in +-1 / sqrt(inputs of an output)."""
     params = started(as_task(LeNet(10), IMAGE, 10))

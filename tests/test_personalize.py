@@ -87,6 +87,7 @@ def test_rows_of_clients_are_filled_up():
     np.testing.assert_array_equal(split_clients(np.arange(3), 2, 9), [[0, 1], [2, 9]])
 
 
+@pytest.mark.nightly
 def test_some_clients_are_as_they_were(toy):
     clients = np.array([5, 0, 11])
     data = take_clients(toy, clients)

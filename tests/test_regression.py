@@ -197,6 +197,7 @@ def test_two_planted_groups_are_found(run, folder):
     assert "accuracy" not in json.dumps([run.rows[-1], run.summary])
 
 
+@pytest.mark.nightly
 def test_the_best_is_the_lowest(run):
     scores = [row["rmse"] for row in run.rows]
     assert run.summary["best_rmse"] == min(scores) and run.summary["final_rmse"] == scores[-1]

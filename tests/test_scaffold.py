@@ -159,6 +159,7 @@ def test_one_full_step_keeps_the_gradient_at_the_received_model(toy, linear, loc
         close([found], [expected or 0.0 * found], 1e-5)
 
 
+@pytest.mark.nightly
 def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
     """What `regroup` and `finish` see is - lr steps (mean gradient); the server averages y - x."""
     seen = lambda delta: jax.tree.map(lambda leaf: leaf[:COHORT], delta)  # noqa: E731
@@ -210,7 +211,8 @@ def test_a_variate_is_about_the_model_of_its_group(toy, linear, local):
     np.testing.assert_array_equal(after.trained, kept)
 
 
-@pytest.mark.parametrize("cut", [True, nightly(False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("cut", [True, False])
 def test_who_moves_by_its_update_begins_anew(toy, linear, local, cut):
     """Unless it is half of a group that was cut: both halves go on from the group's model."""
 

@@ -241,6 +241,7 @@ def test_what_does_not_bear_on_the_numbers_may_change(fedjax_cfl, run_dir, whole
         )
 
 
+@pytest.mark.nightly
 def test_a_torn_last_line_is_written_again(fedjax_cfl, run_dir, whole):
     with open(run_dir / METRICS_FILE, "ab") as handle:
         handle.write(b'{"round": 8, "accuracy": 0.')

@@ -163,6 +163,7 @@ def place(apart, count, new, limit=0.5):
     return [part.tolist() for part in found]
 
 
+@pytest.mark.nightly
 def test_slots_by_hand():
     """Three groups, of which the last is not in use, and two new clients."""
     far = np.triu(np.full((5, 5), 0.9), 1)

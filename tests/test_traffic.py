@@ -88,6 +88,7 @@ def test_ifca_mig_charges_every_swapped_client_met():
     assert units(method, 1000, 300, lambda t: jnp.where((t >= 50) & (t < 282), 60, 0)) == 65_760
 
 
+@pytest.mark.nightly
 def test_bytes_are_right_up_to_1e15():
     """50 models to each of 100,000 clients a round, a thousand rounds: 5e9 models down."""
     clients, rounds, model_bytes = 100_000, 1_000, 200_000

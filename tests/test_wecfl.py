@@ -54,6 +54,7 @@ def twin_start(data, task, local, m):
     return common, models, size, labels, means(models, labels, size * met, np.stack([common] * m))
 
 
+@pytest.mark.nightly
 def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     """Up to the numbers of groups, it is the best of 50 runs of scikit-learn's."""
     algorithm = wecfl(linear, local, COHORT, m=3, restarts=20)
