@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import call
+from conftest import call, one_line
 from PIL import Image
 from scipy.stats import binomtest, norm, permutation_test, wilcoxon
 
@@ -104,6 +104,14 @@ def test_pictures_of_a_page_are_written_beside_it(page, runs):
     written = sorted(path.name for path in (runs / "pictures").iterdir())
     assert len(written) == 3 * page.count("<img ")
     assert {"costs.png", "costs.svg", "costs.pdf"} <= set(written)
+
+
+def test_a_file_is_no_folder_for_pictures(tmp_path):
+    """Found before any run is read."""
+    file = tmp_path / "pictures"
+    file.write_text("")
+    one_line("is a file, expected a folder", report, [tmp_path], tmp_path / "page.html", file)
+    assert not (tmp_path / "page.html").exists()
 
 
 def test_a_page_names_what_its_runs_share_and_explains_what_it_has(page):

@@ -78,9 +78,11 @@ def report(
     """Writes one page about the finished runs at or below `paths`, and the pictures in it
     as PNG, SVG and PDF files where `pictures` is a folder; returns its path.
 
-    Raises InputError for files that no run wrote, or a page that cannot be written.
+    Raises InputError for files that no run wrote, or a page or pictures that cannot be written.
     """
     check_out(Path(out))
+    if pictures is not None and Path(pictures).exists() and not Path(pictures).is_dir():
+        raise InputError(f"{pictures}: is a file, expected a folder for pictures")
     write_report(make_report(paths), out, pictures)
     return Path(out)
 
