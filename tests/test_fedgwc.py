@@ -31,6 +31,7 @@ class Twin:
         able = np.flatnonzero(np.asarray(data.train.size) > 0).tolist()
         self.groups, self.change, self.patience = dict.fromkeys(able, 0), {0: 1.0}, {0: 0}
         self.cold, self.refused = 0, 0
+        self.number = {0: 0}  # which number of the package each group has: the first is cut first
 
     def train(self, round, data, client):
         x, y, model = (
@@ -96,7 +97,7 @@ class Twin:
         self.join(data, able)
         found = {client: self.train(round, data, client) for client in able}
         ready = []
-        for group in sorted(self.change):
+        for group in sorted(self.change, key=self.number.get):
             members = [client for client in able if self.groups[client] == group]
             if members:
                 sizes = [int(data.train.size[client]) for client in members]
@@ -160,7 +161,7 @@ def test_slow_twin(toy, linear, local, gamma, tolerance, parts):
         twin.round(round, data, ids)
         state, _ = one_round(KEY, state, data)
         np.testing.assert_allclose(state.memory.weights, twin.weights, atol=2e-5)
-        number = same_parts(state.assignment, twin.groups)
+        number = twin.number = same_parts(state.assignment, twin.groups)
         assert int(state.active.sum()) == len(twin.change)
         models = models_of(state.groups)
         for group, change in twin.change.items():
