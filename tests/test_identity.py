@@ -37,7 +37,7 @@ def change(arrays, name):
         ("x", False),
         nightly("y", False),
         nightly("client", True),
-        nightly(*(nightly(n, True) for n in "xy")),
+        *(nightly(name, True) for name in "xy"),
     ],
 )
 def test_a_file_that_has_changed_is_not_mixed_in(name, finished, fedjax_cfl, tmp_path, monkeypatch):
