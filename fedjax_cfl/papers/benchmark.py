@@ -246,12 +246,22 @@ def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
     sent = np.array([cell["megabytes"] for cell in cells], float)
     scores = np.array([cell["score"] for cell in cells], float)
     axes.plot(sent, scores, "o", markersize=3, color="0.7")
-    best = -np.inf
+    front, best = [], -np.inf
     for j in sorted(range(len(cells)), key=lambda j: (sent[j], -scores[j])):
         if scores[j] > best:
-            best = scores[j]
-            axes.plot(sent[j], scores[j], "o", markersize=4, color="#D55E00")
-            axes.annotate(escape_plot(cells[j]["method"]), (sent[j], scores[j]), fontsize=7)
+            front, best = [*front, j], scores[j]
+    axes.plot(sent[front], scores[front], "o", markersize=4, color="#D55E00")
+    for number, j in enumerate(front):
+        # to the right and to the left in turn: names of two that are near do not meet
+        right = number == 0 or (len(front) - number) % 2
+        axes.annotate(
+            escape_plot(cells[j]["method"]),
+            (sent[j], scores[j]),
+            (4 if right else -4, 2),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            fontsize=7,
+        )
     heading = escape_plot_lines(textwrap.fill(title, 30))
     style_axes(axes, heading, "megabytes, both ways", "score")
     format_percent_axis(axes)
