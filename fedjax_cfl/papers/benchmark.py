@@ -252,12 +252,12 @@ def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
             front, best = [*front, j], scores[j]
     axes.plot(sent[front], scores[front], "o", markersize=4, color="#D55E00")
     for number, j in enumerate(front):
-        # to the right and to the left in turn: names of two that are near do not meet
+        # below to the right and above to the left in turn: names of two that are near do not meet
         right = number == 0 or (len(front) - number) % 2
         axes.annotate(
             escape_plot(cells[j]["method"]),
             (sent[j], scores[j]),
-            (4 if right else -4, 2),
+            (4, -8) if right else (-4, 3),
             textcoords="offset points",
             ha="left" if right else "right",
             fontsize=7,
