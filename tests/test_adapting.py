@@ -98,6 +98,7 @@ def later_passes(data, client, count):
     return passes(derive_key(jax.random.key(0), TRAIN, ROUNDS), data, client, count)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("m", "width", "second_order"), [nightly(1, 1, False), nightly(1, 1, True), (2, 4, False)]
 )

@@ -62,6 +62,7 @@ def twin(model, data, local, mu, beta, rounds):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rho", "mu", "beta", "width"),
     [(0.5, 0.8, 0.3, 1), nightly(0.5, 0.0, 0.0, 4), nightly(0.0, 0.0, 0.3, 1)],

@@ -40,6 +40,7 @@ def twin_step(memory, g, lr, b1=0.9, b2=0.99, tau=1e-3):
     return lr * m / (np.maximum(np.sqrt(v) - d, 0) + tau), (m, v, d)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [1, nightly(4)])
 def test_rounds_equal_a_slow_twin(toy, linear, local, width):
     one = with_execution(local, width=width)

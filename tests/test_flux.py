@@ -84,6 +84,7 @@ def shifted(toy):
     return toy.replace(x=toy.x + jnp.asarray(2 * place, jnp.float32))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("m", "newcomers"), [(9, "inputs"), nightly(2, "labels")])
 def test_slow_twin(shifted, linear, local, m, newcomers):
     """Groups, models and every word: a client comes later, another has test samples only."""

@@ -61,6 +61,7 @@ def gradient(model, received, previous, x, y):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("width", "momentum"), [(1, 0.0), nightly(4, 0.5)])
 def test_rounds_equal_a_slow_twin(toy, mlp, local, width, momentum):
     own = with_execution(local, width=width).replace(

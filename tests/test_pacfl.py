@@ -94,6 +94,7 @@ def test_directions_of_more_samples_than_features_and_of_fewer_are_the_same():
         assert not found[3:].any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
