@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix, nightly, one_line, spent, with_execution
+from conftest import matrix, one_line, spent, with_execution
 from test_personal import play
 from test_reference import KEY, batches_of, cohort_of, mean, models_of, passes, trained
 
@@ -41,7 +41,7 @@ def twin_step(memory, g, lr, b1=0.9, b2=0.99, tau=1e-3):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("width", [1, nightly(4)])
+@pytest.mark.parametrize("width", [1, 4])
 def test_rounds_equal_a_slow_twin(toy, linear, local, width):
     one = with_execution(local, width=width)
     states = play(algorithms.flash(linear, one, PICK, server_lr=0.02), toy, 4)

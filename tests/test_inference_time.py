@@ -152,11 +152,11 @@ def test_fedfomo_tests_models_on_held_out_samples(toy, timed):
 @pytest.mark.parametrize(
     ("method", "settings", "models", "words"),
     [
-        nightly("fedavg", {}, [2, 2], [0, 0]),
+        ("fedavg", {}, [2, 2], [0, 0]),
         ("ifca", {"m": 3}, [4, 4], [1, 1]),
-        nightly("feddane", {}, [5, 5], [0, 0]),
+        ("feddane", {}, [5, 5], [0, 0]),
         # down the start, then the models of the other two; up one, and a word for each of these
-        nightly("fedfomo", {"models": 4}, [2, 3], [0, 2]),
+        ("fedfomo", {"models": 4}, [2, 3], [0, 2]),
     ],
 )
 def test_what_is_sent_for_a_round_takes_time(method, settings, models, words, toy, linear, local):

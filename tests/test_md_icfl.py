@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import FEATURES, at_once, matrix, nightly, spent
+from conftest import FEATURES, at_once, matrix, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
@@ -206,7 +206,7 @@ def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("cohort", [5, nightly(14)])
+@pytest.mark.parametrize("cohort", [5, 14])
 def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     """Weak: C words up, once a client. Strong: m C words down and 1 up, every time."""
     m, rounds, classes = 3, 4, toy.num_classes

@@ -99,8 +99,8 @@ def test_directions_of_more_samples_than_features_and_of_fewer_are_the_same():
     ("settings", "groups"),
     [
         ({"m": 9, "threshold": 15.0}, 5),
-        nightly({"m": 3, "threshold": 12.0}, 3),
-        nightly({"m": 4, "threshold": None, "linkage": "average", "directions": 1}, 4),
+        ({"m": 3, "threshold": 12.0}, 3),
+        ({"m": 4, "threshold": None, "linkage": "average", "directions": 1}, 4),
     ],
 )
 def test_slow_twin(spread, linear, local, settings, groups):

@@ -266,7 +266,7 @@ FAULTS = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", others_nightly(FAULTS, ["dropped"]))
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_variate_changes_only_with_an_update_that_is_used(toy, linear, local, name):
     """What is lost is not counted either."""
     pick = select.uniform(COHORT)

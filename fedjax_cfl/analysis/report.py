@@ -41,6 +41,7 @@ from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
 from fedjax_cfl.runs.results import read_settings, to_plain, write_text
+from fedjax_cfl.runs.run_dir import check_writable
 from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.scores import SCORES
 from fedjax_cfl.validation import flatten_settings
@@ -81,8 +82,8 @@ def report(
     Raises InputError for files that no run wrote, or a page or pictures that cannot be written.
     """
     check_out(Path(out))
-    if pictures is not None and Path(pictures).exists() and not Path(pictures).is_dir():
-        raise InputError(f"{pictures}: is a file, expected a folder for pictures")
+    if pictures is not None:
+        check_writable(Path(pictures), f"pictures={pictures}")
     write_report(make_report(paths), out, pictures)
     return Path(out)
 

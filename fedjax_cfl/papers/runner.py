@@ -13,7 +13,6 @@ that has run.
 import argparse
 import contextlib
 import importlib.util
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -38,6 +37,7 @@ from fedjax_cfl.papers import benchmark, cells, figures, report
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import describe_progress, interrupt_on_sigterm, run_in_parallel
 from fedjax_cfl.papers.report import collect_records
+from fedjax_cfl.runs.run_dir import check_writable
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
@@ -213,13 +213,6 @@ def choose_cells(
     return todo
 
 
-def check_folder(out: Path) -> None:
-    """Raises InputError, before a cell runs, unless a folder can be written or made."""
-    there = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise InputError(f"--out={out.parent}: {there} is not a folder that can be written to")
-
-
 def main(
     argv: list[str],
     resolve_settings: Callable[[list[str]], object],
@@ -235,7 +228,7 @@ def main(
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
     todo = choose_cells(table, experiment, runs, given, extra)
-    check_folder(out)
+    check_writable(out, f"--out={given.out}")
     cells.check_cells(todo, extra, resolve_settings)
     figure = table.get("figure")
     program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None

@@ -53,6 +53,15 @@ def check_run_dir(run_dir: str, resume: str) -> Path:
     return path
 
 
+def check_writable(path: Path, given: str) -> None:
+    """Raises InputError, which begins with what was `given`, unless a folder can be written, or
+    made, at `path`.
+    """
+    there = next(above for above in (path, *path.absolute().parents) if above.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"{given}: {there} is not a folder that can be written to")
+
+
 def make_dir(path: Path) -> Path:
     """Makes a run directory and returns its path."""
     try:
