@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from fedjax_cfl.analysis import ranks
-from fedjax_cfl.papers import benchmark
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.papers import benchmark, report, runner
 from fedjax_cfl.papers.cells import load_table, make_cells
 
 
@@ -90,7 +91,8 @@ def write_runs(folder, scores, chosen):
     for seed, score in enumerate(scores):
         run = folder / "test" / "0" / str(seed)
         run.mkdir(parents=True)
-        row = {"round": 3, "accuracy": 0.0, "macro_accuracy": score, "worst10_accuracy": score / 2}
+        row = {"round": 3, "accuracy": 0.0, "macro_accuracy": score}
+        row |= {"worst10_accuracy": score and score / 2}
         row |= {"bytes_down": 2e6 * (seed + 1), "bytes_up": 0, "local_steps": 7}
         (run / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         (run / "summary.json").write_text(json.dumps({"new_clients_accuracy": 0.25}))
@@ -133,6 +135,94 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert "Not ranked, for they are not complete: Half, begun." in text
     assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 |" in text
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+FOUND = {
+    ("one", "Avg"): [0.5, 0.7], ("one", "Best"): [0.9, 0.8],
+    ("two", "Avg"): [0.2, 0.4], ("two", "Best"): [None, 0.5],  # not finite
+}  # fmt: skip
+
+
+def write_benchmark(folder):
+    """Writes runs and the files of a benchmark into a folder; returns the runs."""
+    found = {place: write_runs(folder / "_".join(place), FOUND[place], "2") for place in FOUND}
+    (folder / "whole").mkdir()
+    benchmark.write(TABLE, found, folder / "whole" / "figure.png")
+    return found
+
+
+def test_cells_read_from_a_file_make_the_files_that_their_runs_do(tmp_path):
+    found = write_benchmark(tmp_path)
+    others = benchmark.read_cells(TABLE, [tmp_path / "whole" / "cells.csv"])
+    for name, own in (("none", {}), ("one", {("two", "Avg"): found["two", "Avg"]})):
+        (tmp_path / name).mkdir()
+        benchmark.write(TABLE, own, tmp_path / name / "figure.png", others)
+        for file in ("cells.csv", "ranks.csv", "ranks.md"):
+            made = (tmp_path / name / file).read_bytes()
+            assert made == (tmp_path / "whole" / file).read_bytes()
+    of_runs = report.collect_records(TABLE, found)
+    of_cells = report.add_cells(TABLE, report.collect_records(TABLE, {}), others)
+    for one, other in zip(of_runs, of_cells, strict=True):
+        for name in ("mean", "sd", "seeds", "runs"):
+            assert one[name] == pytest.approx(other[name]), (one["row"], one["column"], name)
+        assert report.format_cell(TABLE, one) == report.format_cell(TABLE, other)
+
+
+def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_path):
+    write_benchmark(tmp_path)
+    path = tmp_path / "whole" / "cells.csv"
+    path.write_text(path.read_text().replace("0.9 0.8", ""))
+    others = benchmark.read_cells(TABLE, [path])
+    found = benchmark.collect_scores(list(others.values()))
+    np.testing.assert_allclose(found.of_seeds[0], [[0.6, 0.85]])
+    np.testing.assert_allclose(found.of_seeds[1], [[0.2, 0.0], [0.4, 0.5]])
+    record = report.record_cell(TABLE, others["one", "Best"])
+    assert (record["seeds"], record["mean"]) == (2, pytest.approx(85))
+    assert record["sd"] == pytest.approx(100 * np.std([0.9, 0.8], ddof=1))
+    benchmark.write(TABLE, {}, tmp_path / "figure.png", others)
+    text = (tmp_path / "ranks.md").read_text()
+    assert "settings and seeds (in 1 of them each method has one score, its mean)" in text
+
+
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("one,Avg", "three,Avg", "line 2: three, Avg: the table has no such cell"),
+        ("tail_macro", "best_macro", "line 2: measure best_macro_accuracy: the table shows tail_"),
+        ("0.5 0.7", "0.5", "line 2: scores 0.5: as many as seeds, 2, or none"),
+        ("0.5 0.7", "half", "line 2: scores 'half': not a number that cflbench writes"),
+        ("Avg,2,3,", "Avg,,3,", "line 2: seeds '': not a number"),
+        ("setting,", "place,", "has no column setting, expected a cells.csv"),
+    ],
+)
+def test_a_cell_that_is_none_of_the_table_is_refused(tmp_path, old, new, message):
+    write_benchmark(tmp_path)
+    path = tmp_path / "whole" / "cells.csv"
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(InputError, match=f"^--cells {path}.*{message}"):
+        benchmark.read_cells(TABLE, [path])
+
+
+def test_cells_of_a_file_are_shown_and_not_run(tmp_path, capsys):
+    line = {"setting": "digits-rotated", "method": "FedAvg", "seeds": "2", "rounds": "60"}
+    line |= {"measure": "tail_macro_accuracy", "score": "0.5", "sd": "0.1", "trials": "9"}
+    path = tmp_path / "given.csv"
+    with path.open("w", newline="") as text:
+        writer = csv.DictWriter(text, benchmark.COLUMNS)
+        writer.writeheader()
+        writer.writerow(line)
+    asked = ["cflbench", "--rows", "digits-rotated", "--columns", "FedAvg", "--seeds", "2"]
+    asked += ["--out", str(tmp_path / "out"), "--cells", str(path)]
+    assert runner.main(asked, lambda overrides: None, None) == 0
+    assert "1 of 1 cells are in the files of --cells" in capsys.readouterr().out
+    assert "| digits-rotated | 50.0 ± 10.0 |" in (tmp_path / "out/cflbench/table.md").read_text()
+    assert (tmp_path / "out/cflbench/cells.csv").read_text().splitlines()[1].startswith("digits-")
+    with pytest.raises(InputError, match=r"^rounds=3: the cells of --cells ran with"):
+        runner.main([*asked, "rounds=3"], lambda overrides: None, None)
+    with pytest.raises(InputError, match=r"^--cells: clove_table writes no cells\.csv"):
+        runner.main(["clove_table", "--cells", str(path)], lambda overrides: None, None)
+    with pytest.raises(InputError, match=r"^--cells nowhere\.csv: cannot be read"):
+        runner.main([*asked[:-1], "nowhere.csv"], lambda overrides: None, None)
 
 
 def test_a_run_that_is_not_finite_is_the_worst():

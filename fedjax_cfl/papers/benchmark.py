@@ -1,14 +1,15 @@
 """What a table of methods by settings says as a whole: cells.csv with all that was measured,
 ranks.csv, ranks.md and figure.png.
 
-A setting is a row of the table that has runs of its own, its score the measure of that row.
+A setting is a row of the table that has runs of its own, its score the measure of that row. A cell
+is a line of cells.csv, of runs in this folder or read from the cells.csv of others.
 """
 
 import csv
 import statistics
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ from fedjax_cfl.analysis.plot import (
     save_figure,
     style_axes,
 )
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_markdown, escape_plot
+from fedjax_cfl.papers.cells import row_columns
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
 from fedjax_cfl.runs.results import read_summary, to_plain, write_columns, write_text
 
@@ -38,7 +41,11 @@ MEASURED = {
     "train_s": "train_s",
     "sim_time_s": "sim_time_s",
 }
+NUMBERS = ("score", "sd", *MEASURED, "best_minus_median")
+COLUMNS = ("setting", "method", "seeds", "rounds", "measure", "score", "sd", *MEASURED)
+COLUMNS += ("chosen", "trials", "best_minus_median", "scores")
 LINE = 0.24  # inches a method takes in a picture
+Cells = dict[tuple[str, str], dict[str, Any]]  # by setting and method
 
 
 class Scores(NamedTuple):
@@ -55,13 +62,18 @@ class Scores(NamedTuple):
         return np.stack([each.mean(0) for each in self.of_seeds])
 
 
-def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> None:
+def write(
+    table: dict, found: dict[tuple[str, str], list[Path]], path: Path, others: Cells | None = None
+) -> None:
     """Writes cells.csv, ranks.csv, ranks.md and the figure `path`, all in its folder, from the
-    runs of each (row, column), seeds in order.
+    runs of each (row, column), seeds in order, and of other cells as `read_cells` returns them.
     """
-    cells = [describe_cell(table, *place, runs) for place, runs in found.items()]
-    shown = [{name: value for name, value in cell.items() if name != "scores"} for cell in cells]
-    write_columns(path.with_name("cells.csv"), shown)
+    known = (others or {}) | {place: describe_cell(table, *place, found[place]) for place in found}
+    places = ((row, column) for row in table["rows"] for column in row_columns(table, row))
+    cells = [known[place] for place in places if place in known]
+    texts = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
+    listed = [{name: cell.get(name) for name in COLUMNS} for cell in texts]
+    write_columns(path.with_name("cells.csv"), listed)
     scores = collect_scores(cells)
     if len(scores.methods) < 2:
         return
@@ -73,14 +85,62 @@ def write(table: dict, found: dict[tuple[str, str], list[Path]], path: Path) -> 
     draw(table, scores, ranked, cells, path)
 
 
+def read_cells(table: dict, paths: Sequence[Path]) -> Cells:
+    """Returns the cells of cells.csv files, the first where several have one. Raises InputError
+    for what is no cell of this table.
+    """
+    cells: Cells = {}
+    for path in paths:
+        try:
+            with path.open(newline="", encoding="utf-8") as text:
+                reader = csv.DictReader(text, restval="")
+                lines, columns = list(reader), reader.fieldnames or []
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise InputError(f"--cells {path}: cannot be read ({error})") from None
+        if missing := [name for name in COLUMNS if name not in columns]:
+            raise InputError(f"--cells {path}: has no column {missing[0]}, expected a cells.csv")
+        for number, line in enumerate(lines, 2):
+            try:
+                cell = _read_cell(table, line)
+            except ValueError as error:
+                raise InputError(f"--cells {path}, line {number}: {error}") from None
+            cells.setdefault((cell["setting"], cell["method"]), cell)
+    return cells
+
+
+def _read_cell(table: dict, line: dict[str, str]) -> dict[str, Any]:
+    """Returns a line of cells.csv as `describe_cell` does; `scores` may be empty."""
+
+    def read(name: str, kind: Callable[[str], Any]) -> Any:
+        try:
+            return kind(line[name])
+        except ValueError:
+            raise ValueError(f"{name} {line[name]!r}: not a number that cflbench writes") from None
+
+    row, column = line["setting"], line["method"]
+    if row not in table["rows"] or column not in row_columns(table, row):
+        raise ValueError(f"{row}, {column}: the table has no such cell")
+    if line["measure"] != (shown := cell_measure(table, row, column)):
+        raise ValueError(f"measure {line['measure']}: the table shows {shown}")
+    cell = line | {name: read(name, float) if line[name] else None for name in NUMBERS}
+    cell |= {name: read(name, int) for name in ("seeds", "rounds", "trials")}
+    scores = read("scores", lambda text: [float(part) for part in text.split()])
+    if len(scores) not in (0, cell["seeds"]):
+        raise ValueError(f"scores {line['scores']}: as many as seeds, {cell['seeds']}, or none")
+    mean = float("nan") if cell["score"] is None else cell["score"]
+    return cell | {"score": mean, "scores": scores}
+
+
 def describe_cell(table: dict, row: str, column: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Returns a line of cells.csv; `scores` are those of its seeds."""
     measure = cell_measure(table, row, column)
     runs = [(read_summary(folder) or {}) | read_measures(folder) for folder in folders]
     scores = [float("nan") if run[measure] is None else run[measure] for run in runs]
     cell: dict[str, Any] = {"setting": row, "method": column, "seeds": len(runs)}
-    cell |= {"measure": measure, "score": statistics.fmean(scores)}
-    cell["sd"] = statistics.stdev(scores) if len(scores) > 1 else None
+    cell |= {"rounds": max(run["rounds"] for run in runs), "measure": measure}
+    cell["score"] = statistics.fmean(scores)
+    # not statistics.stdev, which fails on NaN
+    cell["sd"] = float(np.std(scores, ddof=1)) if len(scores) > 1 else None
     for name, field in MEASURED.items():
         values = [run[field] for run in runs if run.get(field) is not None]
         cell[name] = statistics.fmean(values) if values else None
@@ -106,19 +166,21 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
 
 def collect_scores(cells: Sequence[dict[str, Any]]) -> Scores:
     """Returns the scores of the methods that ran in all settings, over the seeds that all of them
-    have, the first ones. A run that is not finite in the end has the score 0. A setting with less
-    than half as many methods as another has been begun, and does not count yet.
+    have, the first ones; in a setting where one has no scores of seeds, the means of all. A run
+    that is not finite in the end has the score 0. A setting with less than half as many methods as
+    another has been begun, and does not count yet.
     """
-    placed = {(cell["setting"], cell["method"]): cell["scores"] for cell in cells}
+    placed = {(cell["setting"], cell["method"]): cell for cell in cells}
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     counts = Counter(cell["setting"] for cell in cells)
     settings = [name for name, count in counts.items() if 2 * count >= max(counts.values())]
     kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
     of_seeds = []
     for setting in settings if kept else ():
-        seeds = min(len(placed[setting, method]) for method in kept)
-        found = np.array([placed[setting, method][:seeds] for method in kept]).T
-        of_seeds.append(np.nan_to_num(found, nan=0.0))
+        here = [placed[setting, method] for method in kept]
+        seeds = min(len(cell["scores"]) for cell in here)
+        own = [cell["scores"][:seeds] or [cell["score"]] for cell in here]
+        of_seeds.append(np.nan_to_num(np.array(own).T, nan=0.0))
     missed = [name for name in (*methods, *counts) if name not in (*kept, *settings)]
     return Scores(settings, kept, of_seeds, missed)
 
@@ -154,10 +216,13 @@ def format_ranks(
     count, settings = len(scores.methods), len(scores.settings)
     several = settings > 1  # of one setting tests say nothing
     over = f"{settings} settings" if several else "one setting"
+    alone = sum(len(each) == 1 for each in scores.of_seeds)
+    drawn = "settings and seeds"
+    drawn += f" (in {alone} of them each method has one score, its mean)" if alone else ""
     lines = [f"# {table['title']}: mean ranks", ""]
     lines.append(
         f"Over {over} ({', '.join(scores.settings)}), of {count} methods; brackets:"
-        f" {ranks.INTERVAL:.0%} of a bootstrap over settings and seeds. First: in so many of its"
+        f" {ranks.INTERVAL:.0%} of a bootstrap over {drawn}. First: in so many of its"
         f" resamples. Against {baseline}: mean difference in points"
         + (", and Wilcoxon's chance after Holm's correction." if several else ".")
     )

@@ -12,6 +12,7 @@ import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -107,6 +108,36 @@ def collect_records(table: dict, found: dict[tuple[str, str], list[Path]]) -> li
             is_best = measure == "best_accuracy"
             records.append(record | (_shared_best(table, measured, window) if is_best else {}))
     return records
+
+
+def add_cells(
+    table: dict, records: list[dict], others: dict[tuple[str, str], dict[str, Any]]
+) -> list[dict]:
+    """Returns the records, those of cells without runs from `others`, lines of cells.csv as
+    `benchmark.read_cells` returns them.
+    """
+    return [
+        record
+        if record["runs"] or (cell := others.get((record["row"], record["column"]))) is None
+        else record | record_cell(table, cell)
+        for record in records
+    ]
+
+
+def record_cell(table: dict, cell: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a record says of a line of cells.csv."""
+    scale = measure_scale(table, cell["measure"])
+    scores = cell["scores"] or [cell["score"]] * cell["seeds"]
+    values = [scale * score for score in scores if score == score]
+    sd = None if cell["sd"] is None else scale * cell["sd"]
+    return {
+        "mean": statistics.fmean(values) if values else None,
+        "sd": statistics.stdev(values) if cell["scores"] and len(values) > 1 else sd,
+        "seeds": len(values),
+        "runs": cell["seeds"],
+        "rounds": str(cell["rounds"]),
+        "of_rounds": str(cell["rounds"]),
+    }
 
 
 def keep_shared_seeds(cells: list[list[Path]]) -> list[list[Path]]:

@@ -37,6 +37,7 @@ from fedjax_cfl.papers import benchmark, cells, figures, report
 from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.papers.processes import describe_progress, interrupt_on_sigterm, run_in_parallel
 from fedjax_cfl.papers.report import collect_records
+from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.run_dir import check_writable
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
@@ -164,6 +165,14 @@ def make_parser() -> argparse.ArgumentParser:
     )
     where = "runs and tables are in DIR/TABLE and go on from there (default paper)"
     made.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help=where)
+    made.add_argument(
+        "--cells",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="of cflbench: files cells.csv of other folders; their cells are not run, but shown",
+    )
     made.epilog = (
         "Any KEY=VALUE is a further override for every cell. Rows whose data are not on this"
         " computer are skipped and named. Exit status: 0 done, also where rows were skipped for"
@@ -213,6 +222,33 @@ def choose_cells(
     return todo
 
 
+def read_others(table: dict, given: argparse.Namespace, extra: list[str]) -> benchmark.Cells:
+    """Returns the cells of the files of --cells. Raises InputError where the table has no such
+    files, or `extra` makes its cells others than theirs.
+    """
+    if not given.cells:
+        return {}
+    if table.get("figure") != "benchmark":
+        raise InputError(f"--cells: {given.table} writes no cells.csv; only cflbench does")
+    for override in extra:
+        if not is_execution(override.partition("=")[0].lstrip("+~")):
+            raise InputError(
+                f"{override}: the cells of --cells ran with the settings of the table; leave out"
+                " one of the two"
+            )
+    return benchmark.read_cells(table, given.cells)
+
+
+def leave_out(todo: list[Cell], others: benchmark.Cells, console: Console) -> list[Cell]:
+    """Returns the cells that `others` have not with as many seeds, and says how many those are."""
+    if not others:
+        return todo
+    seeds = {place: cell["seeds"] for place, cell in others.items()}
+    left = [cell for cell in todo if len(cell.seeds) > seeds.get((cell.row, cell.column), 0)]
+    console.print(f"{len(todo) - len(left)} of {len(todo)} cells are in the files of --cells")
+    return left
+
+
 def main(
     argv: list[str],
     resolve_settings: Callable[[list[str]], object],
@@ -230,6 +266,7 @@ def main(
     todo = choose_cells(table, experiment, runs, given, extra)
     check_writable(out, f"--out={given.out}")
     cells.check_cells(todo, extra, resolve_settings)
+    todo = leave_out(todo, others := read_others(table, given, extra), console)
     figure = table.get("figure")
     program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None
     if program and figure == "edc_madc":
@@ -239,7 +276,8 @@ def main(
         return program.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
-        records = collect_records(table, cells.find_finished(experiment, table, runs, extra))
+        found = cells.find_finished(experiment, table, runs, extra)
+        records = report.add_cells(table, collect_records(table, found), others)
         if any(record["runs"] for record in records):
             out.mkdir(parents=True, exist_ok=True)
             report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
@@ -261,7 +299,7 @@ def main(
         if figure:
             found = cells.find_finished(experiment, table, runs, extra)
             draw = partial(program.draw_figures, build, todo) if program else DRAW_FUNCTIONS[figure]
-            draw(table, found, out / "figure.png")
+            draw(table, found, out / "figure.png", **({"others": others} if others else {}))
         console.print(*report.build_table(table, records, console))
         say(console, f"written to {out}")
     return 1 if failed else 0
