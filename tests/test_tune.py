@@ -101,11 +101,12 @@ def test_a_run_is_scored_by_the_last_tenth_of_its_tests():
     assert np.isnan(trials.score([]))
 
 
-def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
+@pytest.mark.parametrize("sign", ["", "+"])  # of the configuration, or added to it
+def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch, sign):
     """Runs are replaced by rows: what is asked of them, and what is made of them. Those that are
     trained together lie in a folder of their own within that of the sweep.
     """
-    asked = []
+    asked, tried = [], f"{sign}local.lr"
 
     def pretend(arguments):
         asked.append(arguments)
@@ -114,9 +115,9 @@ def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
         folder = tmp_path / "out" / part / "0"
         folder.mkdir(parents=True)
         (folder.parent / "index.csv").write_text("run\n0\n")
-        rates, seeds = given["local.lr"].split(","), given["seed"].split(",")
+        rates, seeds = given[tried].split(","), given["seed"].split(",")
         runs = [(rate, seed) for rate in rates for seed in seeds]
-        names = ["run", *(["local.lr"] if len(rates) > 1 else []), "seed"]
+        names = ["run", *([tried] if len(rates) > 1 else []), "seed"]
         lines = [
             ",".join([str(n), *([rate] if len(rates) > 1 else []), seed])
             for n, (rate, seed) in enumerate(runs)
@@ -133,10 +134,11 @@ def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch):
         return 0
 
     monkeypatch.setattr(main, "run_arguments", pretend)
-    found = tune.tune(["local.lr=0.1,0.3", "rounds=1"], tmp_path / "out", seeds=(0, 1))
+    found = tune.tune([f"{tried}=0.1,0.3", "rounds=1"], tmp_path / "out", seeds=(0, 1))
     trials, last = asked
     assert "evaluate.part=validation" in trials and "seed=1000,1001" in trials
-    assert "evaluate.part=test" in last and "seed=0,1" in last and "local.lr=0.3" in last
+    assert "evaluate.part=test" in last and "seed=0,1" in last
+    assert last[1:3] == ["rounds=1", f"{tried}=0.3"]
     assert "evaluate.validation=0.2" in trials and "evaluate.validation=0.2" in last
     assert "vectorize=[seed,local.lr]" in trials and "vectorize=[seed]" in last
     assert found["chosen"] == {"local.lr": "0.3"}

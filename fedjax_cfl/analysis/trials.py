@@ -59,9 +59,12 @@ def list_runs(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Returns the runs of a sweep, those together that differ in nothing but the seed."""
+    """Returns the runs of a sweep, those together that differ in nothing but the seed. Settings have
+    their names without the + of those that the configuration has not.
+    """
     found: dict[tuple, Trial] = {}
     for run_dir, settings in list_runs(folder):
+        settings = {name.lstrip("+"): value for name, value in settings.items()}
         settings.pop("seed", None)
         run = read_run(run_dir, None)
         empty = Trial(settings, [], [], score_of(run["rows"]))

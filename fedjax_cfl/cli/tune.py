@@ -64,8 +64,10 @@ def tune(
 
     trials = run(TRIALS, ["curves=false", *overrides], trial_seeds)
     best = choose(trials)
+    # a setting that was given as +KEY is none of the configuration, and is given as +KEY again
+    given = dict(zip(names, (text.partition("=")[0] for text in overrides), strict=True))
     fixed = [text for text, name in zip(overrides, names, strict=True) if name not in best.settings]
-    fixed += [f"{name}={value}" for name, value in best.settings.items()]
+    fixed += [f"{given[name]}={value}" for name, value in best.settings.items()]
     (final,) = run(LAST_RUNS, fixed, seeds)
     chosen = {
         "given": overrides,
