@@ -1,5 +1,6 @@
 """Runs trained as one program are the runs they would be alone: rows, files, checkpoints."""
 
+import functools
 import json
 import shlex
 
@@ -8,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import call, last_arrays, lasting_rows, nightly
+from jax.tree_util import Partial
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.sweep import grid_axes
+from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints
 from fedjax_cfl.runs.grid import grid_points
-from fedjax_cfl.simulation.vectorize import stack_data
+from fedjax_cfl.simulation.vectorize import explain_closures, stack_data
 
 SMALL = (
     "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2"
@@ -181,6 +184,28 @@ def test_what_cannot_be_one_program_is_refused(line, said, tmp_path, monkeypatch
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'grid'}") == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "grid").exists()
+
+
+def test_a_client_function_that_closes_over_a_setting_is_named(toy):
+    """Only a bound value can be mapped over runs: the error says so, others stay what they are."""
+    mesh = cfl.make_mesh(1)
+    execution = cfl.make_execution(mesh)._replace(runs_as_one=True)
+    cohort = make_cohort(jnp.arange(3), toy, execution)
+
+    def scale(rate, client, data, shared, work):
+        return rate * client
+
+    def run(client_fn):
+        return over_clients(client_fn, execution)(cohort, toy, (), ())
+
+    rates = jnp.array([0.1, 0.2])
+    bound = jax.eval_shape(jax.vmap(lambda rate: run(Partial(scale, rate))), rates)
+    assert bound.shape == (2, cohort.ids.size)
+    said = r"^vectorize: a function of one client closes over one of local\.lr; bind the value with"
+    with pytest.raises(InputError, match=said), explain_closures(["local.lr"]):
+        jax.eval_shape(jax.vmap(lambda rate: run(functools.partial(scale, rate))), rates)
+    with pytest.raises(AssertionError, match=r"^another$"), explain_closures(["local.lr"]):
+        raise AssertionError("another")
 
 
 def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_pool):

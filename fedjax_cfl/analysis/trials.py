@@ -59,8 +59,8 @@ def list_runs(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Returns the runs of a sweep, those together that differ in nothing but the seed. Settings have
-    their names without the + of those that the configuration has not.
+    """Returns the runs of a sweep, those together that differ in nothing but the seed. Settings
+    have their names without the + of those that the configuration has not.
     """
     found: dict[tuple, Trial] = {}
     for run_dir, settings in list_runs(folder):

@@ -89,12 +89,14 @@ def tune(
 
 
 def train_together(chosen: list[str], seeds: tuple[int, ...]) -> list[str]:
-    """Returns the override that trains as one program the seeds, and the values of each setting
-    that can be an input of it; [] where there is nothing to be trained together, or `chosen` has
-    what a grid refuses.
+    """Returns the override that trains as one program the seeds, and, of methods of the package,
+    the values of each setting that can be an input of it; [] where there is nothing to be trained
+    together, or `chosen` has what a grid refuses.
     """
     given = parse_overrides(chosen)
-    several = [name for name in GRID_SETTINGS if "," in given.get(name, "")]
+    # a function of somebody's own may close over its settings, see `over_clients`
+    own = {"algorithm._target_", "personal._target_"} & given.keys()
+    several = [name for name in GRID_SETTINGS if "," in given.get(name, "") and not own]
     together = ["seed"] * (len(seeds) > 1) + several
     refused = {"vectorize", "coordinator", "evaluate.patience"} & given.keys()
     alone = refused or given.get("resident") == "host"

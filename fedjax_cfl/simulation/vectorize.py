@@ -6,7 +6,8 @@ cohort, see `client.cohort`; the rest of a round is mapped over keys, and inside
 values of settings.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -120,13 +121,33 @@ def compile_members(
     functions = member_functions(build, task, mesh, plan)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
-    compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
+    with explain_closures(list(settings)):
+        compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
     alone = [
         state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)
         for s, key in enumerate(keys)
     ]
     data, shapes = [own[s % len(own)] for s, _ in places], [alone[s] for s, _ in places]
     return Program(algorithm, data, shapes, places, feed.train_blocks, compiled)
+
+
+@contextlib.contextmanager
+def explain_closures(settings: Sequence[str]) -> Iterator[None]:
+    """Raises InputError in place of JAX's error where a function of one client closes over one of
+    `settings`, whose values differ from run to run; see `over_clients`.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        # of `custom_vmap`, whose message is which of the constants are mapped
+        (mapped,) = error.args or (None,)
+        if not isinstance(mapped, list | tuple) or not all(type(one) is bool for one in mapped):
+            raise
+        raise InputError(
+            f"vectorize: a function of one client closes over one of {', '.join(settings)}; bind"
+            " the value with jax.tree_util.Partial(function, value), or run the values one after"
+            " another, without vectorize"
+        ) from error
 
 
 LIFTED = (0, 0), (2, 2), (2, 2)  # how many arguments after the data are mapped, and are not
