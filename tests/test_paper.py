@@ -478,6 +478,60 @@ def test_directions_of_all_founders_are_edc():
     )
 
 
+def test_methods_of_ones_own_are_columns(verb, tmp_path):
+    path = tmp_path / "mine=1.yaml"
+    path.write_text("Mine: [algorithm=fedavg, +algorithm.m=3]\n")
+    assert verb("--methods", str(path), "--rows", "first-a") == 0
+    assert len(verb.started()) == 3 and "+algorithm.m=3" in verb.started()[2]
+    mine = table(verb.out)["first-a", "Mine"]
+    assert float(mine["mean"]) > 50 and mine["published"] == ""
+    verb.table.write_text(TUNED)
+    path.write_text("Mine: {overrides: [algorithm=mine], tune: ['+algorithm.q=1,3']}\n")
+    assert verb("--methods", str(path), "--columns", "Mine", out="tuned") == 0
+    for line in verb.started()[3:]:
+        assert line.startswith("tune") and "algorithm=mine local.lr=1,2 +algorithm.q=1,3" in line
+    assert len(verb.started()) == 5
+
+
+@pytest.mark.parametrize(
+    ("tables", "written", "said"),
+    [
+        (TABLE, "Avg: [algorithm=fedavg]", "Avg: expected a name that the table has not"),
+        (TABLE, "../x: [algorithm=fedavg]", "x: expected a name that the table has not, without /"),
+        (TABLE, "1: [algorithm=fedavg]", "1: expected a name"),
+        (TABLE, "Mine: algorithm=fedavg", r"Mine: expected \[KEY=VALUE, ...\]"),
+        (TABLE, "Mine: [fedavg]", r"Mine: expected \[KEY=VALUE"),
+        (TABLE, "Mine: {overrides: [algorithm=fedavg]}", r"Mine: expected \[KEY=VALUE"),
+        (TUNED, "Mine: {tuned: [algorithm=fedavg]}", r"Mine: expected \{overrides: \["),
+        (TUNED, "Mine: {tune: ['local.lr=1,2,3']}", "Mine: 3 trials, where each method has 4"),
+        (TABLE, "- Mine", "expected NAME: and its settings"),
+        (TABLE, "{", "cannot be read"),
+        (TABLE.replace("columns", "measures"), "Mine: [a=b]", "A table has no methods as its"),
+    ],
+)
+def test_what_is_no_method_of_ones_own_is_refused(verb, tmp_path, tables, written, said):
+    verb.table.write_text(tables)
+    path = tmp_path / "mine.yaml"
+    path.write_text(written)
+    with pytest.raises(InputError, match=f"^--methods {path}.*{said}"):
+        verb("--methods", str(path))
+    assert not verb.started()
+
+
+def test_settings_of_ones_own_method_are_checked_before_anything_runs(verb, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("Mine: [algorithm=fedavg, algorithm.unknown=1]\n")
+    asked = ["fake", "--methods", str(path), "--out", str(tmp_path / "out")]
+
+    def refuse(overrides):
+        if "algorithm.unknown=1" in overrides:
+            raise InputError("algorithm.unknown=1: unknown setting")
+
+    with pytest.raises(InputError, match=r"Mine, seed 0: algorithm\.unknown=1: unknown setting"):
+        runner.main(asked, refuse, None)
+    assert not verb.started()
+
+
 @pytest.mark.nightly
 def test_real_cells(tmp_path, monkeypatch, capsys):
     """Two methods on the embedded digits, at once; FedAvg once more, from the command line."""

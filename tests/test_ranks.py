@@ -187,7 +187,7 @@ def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_pat
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("one,Avg", "three,Avg", "line 2: three, Avg: the table has no such cell"),
+        ("one,Avg", "three,Avg", "line 2: three, Avg: no cell of the table"),
         ("tail_macro", "best_macro", "line 2: measure best_macro_accuracy: the table shows tail_"),
         ("0.5 0.7", "0.5", "line 2: scores 0.5: as many as seeds, 2, or none"),
         ("0.5 0.7", "half", "line 2: scores 'half': not a number that cflbench writes"),

@@ -119,7 +119,7 @@ def _read_cell(table: dict, line: dict[str, str]) -> dict[str, Any]:
 
     row, column = line["setting"], line["method"]
     if row not in table["rows"] or column not in row_columns(table, row):
-        raise ValueError(f"{row}, {column}: the table has no such cell")
+        raise ValueError(f"{row}, {column}: no cell of the table, nor of --methods")
     if line["measure"] != (shown := cell_measure(table, row, column)):
         raise ValueError(f"measure {line['measure']}: the table shows {shown}")
     cell = line | {name: read(name, float) if line[name] else None for name in NUMBERS}

@@ -3,6 +3,7 @@ and which of them are finished.
 """
 
 import fnmatch
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -48,6 +49,64 @@ def load_table(name: str) -> dict:
     """
     check_value("paper", name, one_of(*sorted(path.stem for path in TABLES.glob("*.yaml"))))
     return yaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
+
+
+def add_methods(table: dict, path: Path | None) -> list[str]:
+    """Adds the columns of a YAML file to a table, NAME: [KEY=VALUE, ...], where the table tunes
+    NAME: {overrides: [KEY=VALUE, ...], tune: [KEY=V1,V2,...]}; returns their names. Raises
+    InputError for what is no such column, or has not as many trials as the others have.
+    """
+    if path is None:
+        return []
+    if "columns" not in table:
+        raise InputError(f"--methods {path}: {table['title']} has no methods as its columns")
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(f"--methods {path}: cannot be read ({reason})") from None
+    if not isinstance(given, dict) or not given:
+        raise InputError(f"--methods {path}: expected NAME: and its settings")
+    trials_each = {count_trials(table, column) for column in table["columns"]}
+    for name, entry in given.items():
+        where = f"--methods {path}, {name}"
+        plain = isinstance(name, str) and Path(name).name == name and not name.startswith(".")
+        if not plain or name in table["columns"]:
+            raise InputError(
+                f"{where}: expected a name that the table has not, without / and not .NAME"
+            )
+        parts = entry if isinstance(entry, dict) and "tune" in table else {"overrides": entry}
+        parts = {"overrides": [], "tune": []} | parts
+        if parts.keys() != {"overrides", "tune"} or not all(map(is_overrides, parts.values())):
+            form = "{overrides: [KEY=VALUE, ...], tune: [KEY=V1,V2]}"
+            raise InputError(f"{where}: expected {form if 'tune' in table else '[KEY=VALUE, ...]'}")
+        table["columns"][name] = parts if "tune" in table else entry
+        if (count := count_trials(table, name)) not in trials_each:
+            raise InputError(f"{where}: {count} trials, where each method has {max(trials_each)}")
+    for row, entry in table["rows"].items():
+        if "runs" not in entry:
+            entry["columns"] = list(dict.fromkeys([*row_columns(table, row), *given]))
+    return list(given)
+
+
+def is_overrides(given: object) -> bool:
+    """Returns whether this is a list of KEY=VALUE."""
+    return isinstance(given, list) and all(isinstance(text, str) and "=" in text for text in given)
+
+
+def count_trials(table: dict, column: str) -> int:
+    """Returns how many combinations of values a column tries; 1 in a table that does not tune."""
+    grid = make_grid(table, column)
+    return math.prod(text.partition("=")[2].count(",") + 1 for text in grid)
+
+
+def make_grid(table: dict, column: str) -> tuple[str, ...]:
+    """Returns the values that a column tries, each as KEY=V1,V2: of its own settings, and of those
+    of the table that it does not name.
+    """
+    _, values = split_column(table, column)
+    named = {text.partition("=")[0]: text for text in (*table.get("tune", ()), *values)}
+    return tuple(named.values())
 
 
 def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> list[str]:
@@ -111,13 +170,11 @@ def make_cells(
             for column in row_columns(table, row) if "columns" in table else [""]:
                 if columns is not None and column and column not in columns:
                     continue
-                own, values = split_column(table, column)
+                own, _ = split_column(table, column)
                 overrides = [f"experiment={name}", *entry["overrides"], *own]
                 folder = out / row / column
                 if "tune" in table:
-                    # what a column tries of a setting counts, not what the table does
-                    named = {text.partition("=")[0]: text for text in (*table["tune"], *values)}
-                    grid = tuple(named.values())
+                    grid = make_grid(table, column)
                     tried = tuple(entry.get("trial_seeds", ()))
                     asked = [*overrides, *extra]
                     yield Cell(row, column, seed, folder, asked, grid, tried, tuple(seeds))
@@ -136,22 +193,29 @@ def split_column(table: dict, column: str) -> tuple[list[str], list[str]]:
 
 
 def check_cells(
-    todo: list[Cell], extra: list[str], resolve_settings: Callable[[list[str]], object]
+    todo: list[Cell],
+    extra: list[str],
+    added: list[str],
+    resolve_settings: Callable[[list[str]], object],
 ) -> None:
     """Raises InputError, before anything runs, if one of the overrides `extra` names a
-    setting that the cells set themselves, or is not allowed in a run.
+    setting that the cells set themselves, or one of them or of the columns `added` is not allowed
+    in a run.
 
     `resolve_settings(overrides)` raises what the run itself would. It is called with one cell
     of every row and of every column.
     """
-    if not extra:
-        return
     seen = set()
     for cell in todo:
+        if not extra and cell.column not in added:
+            continue
         if {("row", cell.row), ("column", cell.column)} <= seen:
             continue
         seen |= {("row", cell.row), ("column", cell.column)}
-        own = {text.partition("=")[0] for text in [*cell.overrides[: -len(extra)], *cell.grid]}
+        own = {
+            text.partition("=")[0]
+            for text in [*cell.overrides[: len(cell.overrides) - len(extra)], *cell.grid]
+        }
         for override in extra:
             name = override.partition("=")[0].lstrip("+~")
             if name in own | RESERVED_SETTINGS:

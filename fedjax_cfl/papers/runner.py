@@ -55,6 +55,7 @@ PROGRAM_NAMES = {
     "pseudo_samples": "md_icfl_figs",
     "server": "fielding_server",
 }
+FOLDERS = ("--out", "--methods", "--cells")  # what follows may have a = in its name
 PROGRAMS = Path(__file__).resolve().parents[2] / "benchmarks" / "reproduce"
 
 
@@ -165,6 +166,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     where = "runs and tables are in DIR/TABLE and go on from there (default paper)"
     made.add_argument("--out", type=Path, default=Path("paper"), metavar="DIR", help=where)
+    methods = "a YAML file of columns of your own, NAME: [KEY=VALUE, ...]; see docs, reproduce"
+    made.add_argument("--methods", type=Path, metavar="FILE", help=methods)
     made.add_argument(
         "--cells",
         type=Path,
@@ -186,7 +189,7 @@ def read_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     places = [
         place
         for place, text in enumerate(argv)
-        if "=" in text and not text.startswith("-") and argv[place - 1 : place] != ["--out"]
+        if "=" in text and not text.startswith("-") and argv[max(place - 1, 0)] not in FOLDERS
     ]
     rest = [text for place, text in enumerate(argv) if place not in places]
     return parse_arguments(make_parser(), rest), [argv[place] for place in places]
@@ -261,11 +264,12 @@ def main(
     """
     given, extra = read_arguments(argv)
     table, console = cells.load_table(given.table), Console()
+    added = cells.add_methods(table, given.methods)
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
     todo = choose_cells(table, experiment, runs, given, extra)
     check_writable(out, f"--out={given.out}")
-    cells.check_cells(todo, extra, resolve_settings)
+    cells.check_cells(todo, extra, added, resolve_settings)
     todo = leave_out(todo, others := read_others(table, given, extra), console)
     figure = table.get("figure")
     program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None
