@@ -235,6 +235,21 @@ def test_a_run_that_is_not_finite_is_the_worst():
     assert ranks.rank_methods(found.of_seeds).mean.tolist() == [1.0, 2.0]
 
 
+def test_a_method_of_ones_own_is_ranked_where_it_ran():
+    scores = {
+        ("one", "Avg"): [0.2], ("one", "Best"): [0.5], ("one", "Mine"): [0.3],
+        ("two", "Avg"): [0.2], ("two", "Best"): [0.5],
+    }  # fmt: skip
+    cells = [
+        {"setting": setting, "method": method, "scores": found}
+        for (setting, method), found in scores.items()
+    ]
+    found = benchmark.collect_scores(cells, ["Mine"])
+    assert found.settings == ["one"] and found.methods == ["Avg", "Best", "Mine"]
+    assert benchmark.collect_scores(cells).settings == ["one", "two"]
+    assert benchmark.collect_scores(cells, ["Other"]).settings == ["one", "two"]
+
+
 def test_one_method_is_not_ranked(tmp_path):
     runs = write_runs(tmp_path / "cell", [0.5], "1")
     benchmark.write(TABLE, {("one", "Avg"): runs}, tmp_path / "figure.png")

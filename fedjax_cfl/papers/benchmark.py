@@ -74,7 +74,7 @@ def write(
     texts = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
     listed = [{name: cell.get(name) for name in COLUMNS} for cell in texts]
     write_columns(path.with_name("cells.csv"), listed)
-    scores = collect_scores(cells)
+    scores = collect_scores(cells, table.get("own", ()))
     if len(scores.methods) < 2:
         return
     ranked = ranks.rank_methods(scores.of_seeds)
@@ -164,16 +164,19 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
-def collect_scores(cells: Sequence[dict[str, Any]]) -> Scores:
+def collect_scores(cells: Sequence[dict[str, Any]], own: Sequence[str] = ()) -> Scores:
     """Returns the scores of the methods that ran in all settings, over the seeds that all of them
     have, the first ones; in a setting where one has no scores of seeds, the means of all. A run
     that is not finite in the end has the score 0. A setting with less than half as many methods as
-    another has been begun, and does not count yet.
+    another has been begun, and does not count yet; where methods `own` have run in some, the others
+    do not count.
     """
     placed = {(cell["setting"], cell["method"]): cell for cell in cells}
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
     counts = Counter(cell["setting"] for cell in cells)
     settings = [name for name, count in counts.items() if 2 * count >= max(counts.values())]
+    own = [method for method in own if method in methods]
+    settings = [s for s in settings if all((s, method) in placed for method in own)] or settings
     kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
     of_seeds = []
     for setting in settings if kept else ():

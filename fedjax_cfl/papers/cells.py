@@ -86,7 +86,8 @@ def add_methods(table: dict, path: Path | None) -> list[str]:
     for row, entry in table["rows"].items():
         if "runs" not in entry:
             entry["columns"] = list(dict.fromkeys([*row_columns(table, row), *given]))
-    return list(given)
+    table["own"] = list(given)
+    return table["own"]
 
 
 def is_overrides(given: object) -> bool:
