@@ -182,8 +182,8 @@ def collect_scores(cells: Sequence[dict[str, Any]], own: Sequence[str] = ()) -> 
     for setting in settings if kept else ():
         here = [placed[setting, method] for method in kept]
         seeds = min(len(cell["scores"]) for cell in here)
-        own = [cell["scores"][:seeds] or [cell["score"]] for cell in here]
-        of_seeds.append(np.nan_to_num(np.array(own).T, nan=0.0))
+        found = np.array([cell["scores"][:seeds] or [cell["score"]] for cell in here]).T
+        of_seeds.append(np.nan_to_num(found, nan=0.0))
     missed = [name for name in (*methods, *counts) if name not in (*kept, *settings)]
     return Scores(settings, kept, of_seeds, missed)
 
