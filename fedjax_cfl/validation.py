@@ -194,6 +194,11 @@ def check_value(name: str, value: Any, rule: Rule) -> None:
         raise InputError(f"{name}={format_value(value)}: must be {said}")
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether this is a Python number, and not an input of a compiled program."""
+    return isinstance(value, int | float)
+
+
 def _is_numpy_scalar(value: Any) -> bool:
     return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
 

@@ -1,5 +1,6 @@
 """Every name that a setting of a method can have, and every file of conf/algorithm: the shapes of
-a start and a round with it, of two step sizes as one program.
+a start and a round with it, of two step sizes as one program; every setting whose values can be one
+program.
 """
 
 import functools
@@ -12,6 +13,7 @@ from omegaconf import OmegaConf
 from test_contract import ALGORITHMS, build
 
 from fedjax_cfl.cli.choices import CHOICES
+from fedjax_cfl.cli.names import GRID_SETTINGS
 from fedjax_cfl.cli.overrides import CONF
 
 __all__ = ["build"]
@@ -50,16 +52,41 @@ def list_cases():
             yield nightly(method, {setting: name}, id=f"{method}-{setting}-{name}")
 
 
-@pytest.mark.parametrize(("method", "chosen"), list(list_cases()))
-def test_a_round_leaves_the_shapes_of_the_state(method, chosen, build):
-    given = tuple(f"algorithm.{setting}={name}" for setting, name in chosen.items())
+def trace_two(build, method, given, setting):
+    """Returns the shapes of a start, and of the state after a round, of two values of a setting as
+    one program.
+    """
     (make, _), _, data, _ = build(method, members=True, given=given)
 
-    def run(lr):
-        algorithm, key = make({"local.lr": lr}), jax.random.key(0)
+    def run(value):
+        algorithm, key = make({setting: value}), jax.random.key(0)
         begun = algorithm.init(key, data)
         return begun, algorithm.round(key, begun, data)[0]
 
-    begun, after = jax.eval_shape(jax.vmap(run), jnp.array([0.1, 0.2]))
+    return jax.eval_shape(jax.vmap(run), jnp.array([0.1, 0.2]))
+
+
+@pytest.mark.parametrize(("method", "chosen"), list(list_cases()))
+def test_a_round_leaves_the_shapes_of_the_state(method, chosen, build):
+    given = tuple(f"algorithm.{setting}={name}" for setting, name in chosen.items())
+    begun, after = trace_two(build, method, given, "local.lr")
     shapes = functools.partial(jax.tree.map, lambda leaf: (leaf.shape, leaf.dtype))
     assert shapes(begun) == shapes(after)
+
+
+def list_grid_settings():
+    """Yields (part, option, setting) for every option that has a setting of `GRID_SETTINGS`."""
+    for part, setting in (name.split(".") for name in GRID_SETTINGS if "." in name):
+        for path in sorted((CONF / part).glob("*.yaml")):
+            if setting in OmegaConf.load(path):
+                marks = () if part == "personal" else pytest.mark.nightly
+                yield pytest.param(part, path.stem, f"{part}.{setting}", marks=marks)
+
+
+@pytest.mark.parametrize(("part", "option", "setting"), list(list_grid_settings()))
+def test_values_of_a_grid_are_one_program(part, option, setting, build):
+    """An option that does more with them than compute belongs out of `GRID_SETTINGS`."""
+    given = {"fedala": (), "moon": ("model=mlp",), "pfedme": ("personal.lam=1",)}.get(option, ())
+    method = option if part == "algorithm" else "fedavg"
+    layer = (f"personal={option}",) if part == "personal" else ()
+    trace_two(build, method, (*layer, *given), setting)

@@ -67,6 +67,43 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
+# further settings of `GRID_SETTINGS`: of which method, and two values
+GRIDS = {
+    "algorithm.mu": ("algorithm=fednova", "0,0.5"),
+    "algorithm.beta": ("algorithm=adaptive_fedavg", "0.3,0.9"),
+    "algorithm.delta": ("algorithm=feddrift algorithm.m=4", "0.02,0.5"),
+    "algorithm.explore": ("algorithm=auxo algorithm.split_rounds=[2]", "0.1,0.5"),
+    "algorithm.factor": ("algorithm=flux algorithm.m=4", "1,2"),
+    "algorithm.lam": ("algorithm=fedsoft algorithm.m=2", "0.1,1"),
+    "algorithm.q": ("algorithm=qfedavg", "0.1,5"),
+    "algorithm.tau": ("algorithm=stocfl algorithm.m=4", "0.1,0.5"),
+    "personal.alpha": ("algorithm=fedavg personal=apfl", "0.25,0.75"),
+    "personal.lam": ("algorithm=fedavg personal=ditto", "0.1,10"),
+    "personal.lr": ("algorithm=fedavg personal=fedala", "0.1,1"),
+    "personal.mu": ("algorithm=fedavg personal=moon model=mlp", "0.1,5"),
+}
+CASES |= {
+    f"{method}, {setting}": (method, f"vectorize=[{setting}] {setting}={values}")
+    for setting, (method, values) in GRIDS.items()
+}
+CASES |= {
+    "steps of Per-FedAvg": (
+        "algorithm=fedavg personal=per_fedavg",
+        "vectorize=[personal.alpha] personal.alpha=0.01,0.1",
+    ),
+    "pulls of pFedMe": (
+        "algorithm=fedavg personal=pfedme local.lr=0.1",
+        "vectorize=[personal.lam] personal.lam=1,5",
+    ),
+    "pulls of FedDyn": (
+        "algorithm=ifca algorithm.m=2 personal=feddyn",
+        "vectorize=[personal.alpha] personal.alpha=0.01,0.1",
+    ),
+    "centers trimmed": (
+        "algorithm=tkm algorithm.m=2",
+        "vectorize=[algorithm.beta] algorithm.beta=0.1,0.2",
+    ),
+}
 FAST = ("step sizes",)
 NIGHTLY = (
     "step sizes, faults",

@@ -194,8 +194,8 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     penalty = plain.l2
     # of the m models together, for the loss that is reported
     reported = plain.replace(l2=penalty and (lambda models: jnp.sum(jax.vmap(penalty)(models))))
-    loop = partial(one_after_another, as_pytree(plain))
-    train = Partial(LocalSGD(local, loop), as_pytree(reported), local.lr)
+    loop = as_pytree(partial(one_after_another, as_pytree(plain)))
+    train = Partial(LocalSGD(local), loop, as_pytree(reported), local.lr)
 
     def solve(train, client, data, shared, work: Work) -> Program:
         (key, models), found = shared, work.client_extra

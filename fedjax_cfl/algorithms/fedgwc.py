@@ -79,7 +79,8 @@ def fedgwc(
     """
     check_arguments(fedgwc, locals(), "algorithm")
     local = local.replace(steps=steps)
-    solve = Partial(LocalSGD(local, partial(record_losses, steps)), as_pytree(erm(task)), local.lr)
+    loop = as_pytree(partial(record_losses, steps))
+    solve = Partial(LocalSGD(local), loop, as_pytree(erm(task)), local.lr)
     find = partial(find_parts, most=parts, gamma=gamma)
     hooks = Hooks(
         Partial(send_losses, solve),

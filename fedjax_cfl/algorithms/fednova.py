@@ -20,9 +20,8 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.objective import erm, proximal
+from fedjax_cfl.client.objective import check_pull, erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn
@@ -61,16 +60,13 @@ def fednova(
     value that is not allowed, and for a step size of 1 / mu or more, with which steps turn back.
     """
     check_arguments(fednova, locals(), "algorithm")
-    if isinstance(local.lr, int | float) and local.lr * mu >= 1:
-        raise InputError(
-            f"algorithm.mu={mu}: times local.lr={local.lr} it is {local.lr * mu:g}, and must be"
-            " below 1; use a smaller local.lr"
-        )
+    check_pull("algorithm.mu", mu, local.lr)
+    pulled = mu > 0
     solve = sgd(task, local, proximal(mu, erm(task)))
     hooks = Hooks(
-        Partial(partial(measure_length, local.momentum, mu), as_pytree(solve), local.lr),
-        prepare=charge_words(2 if mu else 1),
-        aggregate=mean_of_normalized(by_steps=mu > 0),
+        Partial(partial(measure_length, local.momentum), mu, as_pytree(solve), local.lr),
+        prepare=charge_words(jnp.where(pulled, 2, 1)),
+        aggregate=mean_of_normalized(by_steps=pulled),
         server=optax.sgd(1.0, momentum=server_momentum or None),
         start_clients=no_clients,
     )
@@ -79,7 +75,7 @@ def fednova(
 
 def measure_length(
     momentum: float,
-    mu: float,
+    mu: float | jax.Array,
     solve: ClientFn,
     lr: jax.Array,
     client: jax.Array,
@@ -114,7 +110,7 @@ def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> j
     return lax.fori_loop(0, steps, step, (jnp.zeros(()), jnp.zeros(())))[0]
 
 
-def charge_words(count: int) -> PrepareFn:
+def charge_words(count: int | jax.Array) -> PrepareFn:
     """Reports the words that each client sends with its update."""
 
     def prepare(
@@ -126,7 +122,7 @@ def charge_words(count: int) -> PrepareFn:
     return prepare
 
 
-def mean_of_normalized(by_steps: bool) -> AggregateFn:
+def mean_of_normalized(by_steps: bool | jax.Array) -> AggregateFn:
     """Averages updates that are each divided by its length, and multiplies the mean by that of the
     lengths; with `by_steps` by that of the steps. Running statistics are averaged as they are.
     """
@@ -137,7 +133,7 @@ def mean_of_normalized(by_steps: bool) -> AggregateFn:
         mean, mass = weighted_mean(upload, gid, cohort, client_extra, state)
         share = membership_weights(upload.weight, gid, mass.size) / jnp.where(mass > 0, mass, 1.0)
         length, steps = upload.extra
-        reach = (share * (steps if by_steps else length)[:, None]).sum(0)  # [m]
+        reach = (share * jnp.where(by_steps, steps, length)[:, None]).sum(0)  # [m]
         # 0 in the slots of updates that are not used
         each = share * reach / jnp.where(length > 0, length, 1.0)[:, None]
         return copy_statistics(group_sum(each, upload.delta), mean), mass

@@ -13,6 +13,7 @@ where the code clusters all clients at the start.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import jax
@@ -35,6 +36,9 @@ from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
+# samples of a class, for each of which there is a decomposition of its own: that of 784 x 784 takes
+# as long as 300 of 64 x 64
+SIZES = 16, 64, 256, 1024, 4096
 
 
 def pacfl(
@@ -87,12 +91,19 @@ def class_directions(local: Local, count: int) -> Callable[[FederatedData, jax.A
         place = jnp.arange(data.max_client_samples)
         x, y = gather(data, data.train.order[first + jnp.minimum(place, jnp.maximum(size - 1, 0))])
         rows = as_float(x).reshape(place.size, -1)
+        sizes = [*(size for size in SIZES if size < place.size), place.size]
 
         def of_class(label: jax.Array) -> jax.Array:
             mine = (place < size) & (y == label)
-            part = jnp.where(mine[:, None], rows, 0.0)
+            held, ahead = jnp.sum(mine), jnp.argsort(~mine, stable=True)
+
+            def of_first(most: int) -> jax.Array:
+                part = jnp.where((place[:most] < held)[:, None], rows[ahead[:most]], 0.0)
+                return leading_directions(part, count)
+
             none = jnp.zeros((count, rows.shape[1]))
-            return lax.cond(mine.any(), lambda: leading_directions(part, count), lambda: none)
+            branches = [lambda: none, *(partial(of_first, most) for most in sizes)]
+            return lax.switch(sum(jnp.int32(held > least) for least in (0, *sizes[:-1])), branches)
 
         # one after another: a batch would decompose a matrix for every class that is absent, too
         return lax.map(of_class, jnp.arange(data.num_classes)).reshape(-1)

@@ -408,6 +408,9 @@ def build_algorithm(
     clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
     faults, received = Faults(**config["faults"]), config["test_on"] == "received"
     system = System(chosen, faults, clock, received)
+    if layer := values_of("personal", values):
+        personal = instantiate_target("personal", config["personal"], **layer)
+        local = local.replace(personal=personal)
     own = values_of("algorithm", values)
     return instantiate_target("algorithm", node, task, local, system, **own)
 

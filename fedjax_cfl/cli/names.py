@@ -21,8 +21,26 @@ from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.validation import flatten_settings
 
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
-# what the members of a grid may differ in, see `sweep`
-GRID_SETTINGS = ("seed", "local.lr", "algorithm.mu", "algorithm.eta_g", "algorithm.server_lr")
+# what the members of a grid may differ in, see `sweep`: numbers that all methods which have them
+# only compute with
+GRID_SETTINGS = (
+    "seed",
+    "local.lr",
+    "algorithm.mu",
+    "algorithm.eta_g",
+    "algorithm.server_lr",
+    "algorithm.beta",
+    "algorithm.delta",
+    "algorithm.explore",
+    "algorithm.factor",
+    "algorithm.lam",
+    "algorithm.q",
+    "algorithm.tau",
+    "personal.alpha",
+    "personal.lam",
+    "personal.lr",
+    "personal.mu",
+)
 
 
 def check_names(

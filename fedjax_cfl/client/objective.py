@@ -22,6 +22,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task
+from fedjax_cfl.validation import is_number
 
 ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key, owner) -> [B]
 PenaltyFn = Callable[..., ArrayLike]  # (params, start, client_extra) -> []
@@ -86,7 +87,7 @@ def erm(task: Task) -> Objective:
 
 def find_objective(solve: Any) -> Any:
     """Returns what a client minimises that trains by `solve`, of `sgd` or `change_steps`."""
-    return solve.args[0]
+    return solve.args[1]
 
 
 def split(objective: ObjectiveFn) -> tuple[ObjectiveFn, PenaltyFn | None]:
@@ -118,9 +119,21 @@ def proximal(
     """
     if callable(mu):
         return objective.replace(mu_of=mu, center=center)
-    if isinstance(mu, int | float) and mu == 0:
+    if is_number(mu) and mu == 0:
         return objective
     return objective.replace(mu=mu, center=center)
+
+
+def check_pull(name: str, weight: float | jax.Array, lr: float | jax.Array) -> None:
+    """Raises InputError for a step size of 1 / weight or more: steps of that size turn back from
+    the model that a term of this `weight` pulls to. `name` is that of the setting; values that are
+    traced are not looked at.
+    """
+    if is_number(weight) and is_number(lr) and lr * weight >= 1:
+        raise InputError(
+            f"{name}={weight}: times local.lr={lr} it is {lr * weight:g}, and must be below 1; use"
+            " a smaller one of the two"
+        )
 
 
 def project(direction: Params, params: Params, start: Params) -> jax.Array:

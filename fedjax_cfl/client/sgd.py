@@ -46,7 +46,8 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
             " plain; use auto or direct"
         )
 
-    return Partial(LocalSGD(local, partial(choose_loop, task)), as_pytree(objective), local.lr)
+    loop = as_pytree(partial(choose_loop, task))
+    return Partial(LocalSGD(local), loop, as_pytree(objective), local.lr)
 
 
 # (training, data) -> the program of one client's steps; its result is (trained - start, loss sums
@@ -56,13 +57,13 @@ MakeLoop = Callable[[Training, FederatedData], Program]
 
 class LocalSGD:
     """Trains one client by mini-batch steps from the model of its group: a `ClientFn`, once its
-    objective and step size are bound.
+    `MakeLoop`, its objective and its step size are bound.
     """
 
-    def __init__(self, local: Local, make_loop: MakeLoop):
-        self.local, self.make_loop = local, make_loop
+    def __init__(self, local: Local):
+        self.local = local
 
-    def __call__(self, objective, lr, client, data, shared, work: Work) -> Program:
+    def __call__(self, make_loop, objective, lr, client, data, shared, work: Work) -> Program:
         local, (key, models) = self.local, shared
         key = jax.random.fold_in(key, client)
         start = take_rows(models, work.group)
@@ -99,7 +100,7 @@ class LocalSGD:
                 own=own,
             )
 
-        return then(self.make_loop(training, data), upload)
+        return then(make_loop(training, data), upload)
 
 
 def train_from(
@@ -122,13 +123,15 @@ def train_from(
 def change_steps(solve: ClientFn, make_loop: MakeLoop, name: str) -> ClientFn:
     """Returns `solve` with other steps, on the same batches, objective and step size. Raises
     InputError where it is no plain SGD; `name` is that of the method which changes it.
+
+    Values of settings that `make_loop` needs are bound to it by a `Partial`, see `over_clients`.
     """
     if not (isinstance(solve, Partial) and isinstance(solve.func, LocalSGD)):
         raise InputError(
             f"personal={name}: changes the steps of the clients' SGD, but clients of this method"
             " train in another way; use personal=ditto, or another algorithm"
         )
-    return Partial(LocalSGD(solve.func.local, make_loop), *solve.args)
+    return Partial(solve.func, as_pytree(make_loop), *solve.args[1:])
 
 
 def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:

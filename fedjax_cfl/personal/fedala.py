@@ -10,7 +10,6 @@ batch is kept; a first fit ends after `MOST_EPOCHS`; a client that changes its g
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -63,8 +62,8 @@ def fedala(
             if layer not in names:
                 near = suggest_options(layer, names)
                 raise InputError(f"personal.layers: the model has no {layer!r}{near}")
-        fit = fit_weights(task, share, lr, local.batch_size)
-        return Partial(partial(train_from_mixture, fit), as_pytree(solve))
+        fit = Partial(fit_weights(task, share, local.batch_size), lr)
+        return Partial(train_from_mixture, fit, as_pytree(solve))
 
     def init(model: Params) -> Mixing:
         return Mixing(model, fresh(model), jnp.int32(-1), jnp.zeros((), bool))
@@ -112,15 +111,15 @@ def train_from_mixture(
     return then(train_from(start, solve, client, data, key, work), keep)
 
 
-def fit_weights(task: Task, share: float, lr: float, batch_size: int) -> Any:
-    """Returns f(key, client, data, row, model) -> W, after one pass over a random block of the
+def fit_weights(task: Task, share: float, batch_size: int) -> Any:
+    """Returns f(lr, key, client, data, row, model) -> W, after one pass over a random block of the
     client's samples, or after those of a first fit; of a client that has not trained, as it is.
 
     Args: those of `fedala`; `batch_size` is B.
     """
     each_loss = task.sample_loss or task.loss
 
-    def fit(key, client, data, row: Mixing, model: Params) -> Params:
+    def fit(lr, key, client, data, row: Mixing, model: Params) -> Params:
         count, first = client_range(client, data)
         size = jnp.ceil(share * count - 1e-3).astype(jnp.int32)
         draw = jax.random.fold_in(key, INT32_MAX)  # no step of training has that number

@@ -11,15 +11,14 @@ which would go too far. Differs from the authors' code: alpha is the same for al
 paper, and gradients are not clipped.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training
-from fedjax_cfl.client.objective import Objective, find_objective
+from fedjax_cfl.client.objective import Objective, check_pull, find_objective
 from fedjax_cfl.client.sgd import change_steps, direct_loop
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.personal.scaffold import restore_updates
@@ -42,13 +41,8 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
     check_arguments(feddyn, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        if isinstance(local.lr, int | float) and local.lr * alpha >= 1:
-            raise InputError(
-                f"alpha={alpha}: times local.lr={local.lr} it is {local.lr * alpha:g}, and must be"
-                " below 1; use a smaller one"
-            )
-
-        changed = change_steps(solve, partial(dynamic_loop, alpha), "feddyn")
+        check_pull("alpha", alpha, local.lr)
+        changed = change_steps(solve, Partial(dynamic_loop, alpha), "feddyn")
         objective = find_objective(changed)
         fixed = isinstance(objective, Objective) and not (objective.mu_of or objective.center)
         if not fixed or objective.direction:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Program, then
@@ -57,7 +58,7 @@ def moon(
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layer(task, layer)
 
-        loop = partial(contrast_loop, task, mu, temperature, layer)
+        loop = Partial(partial(contrast_loop, task, layer), mu, temperature)
         changed = change_steps(solve, loop, "moon")
         if not isinstance(find_objective(changed), Objective):
             raise InputError(
@@ -86,12 +87,12 @@ def check_layer(task: Task, layer: str) -> None:
 
 
 def contrast_loop(
-    task: Task, mu: float, temperature: float, layer: str, training: Training, data: FederatedData
+    task: Task, layer: str, mu: float, temperature: float, training: Training, data: FederatedData
 ) -> Program:
     """Returns the SGD of one client on its loss and the contrast of `moon`; it keeps the model that
     it has trained.
 
-    Args: `mu`, `temperature` and `layer` are as in `moon`; the last two are those of a `MakeLoop`.
+    Args: `layer`, `mu` and `temperature` are as in `moon`; the last two are those of a `MakeLoop`.
     """
     start, previous, plain = training.start, training.own, training.objective.loss
 

@@ -11,6 +11,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop
@@ -18,7 +19,7 @@ from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.sgd import batch_losses, change_steps, no_velocity, take_step
 from fedjax_cfl.tree import copy_statistics, move_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
-from fedjax_cfl.validation import NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, check_arguments, is_number
 
 Losses = tuple[jax.Array, jax.Array]  # [], [], see `StepPlan.add_loss`
 
@@ -37,23 +38,25 @@ def per_fedavg(*, alpha: NonNegativeFloat = 0.01, second_order: bool = False) ->
     check_arguments(per_fedavg, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        return change_steps(solve, partial(adapting_loop, alpha, second_order), "per_fedavg")
+        loop = Partial(partial(adapting_loop, second_order), alpha)
+        return change_steps(solve, loop, "per_fedavg")
 
     def adapt(local: Local) -> Local:
         return local.replace(
             lr=alpha, steps=1, fill_batches=False, momentum=0.0, weight_decay=0.0, schedule=None
         )
 
+    adapts = not is_number(alpha) or alpha > 0
     return Personal(
-        "Per-FedAvg", lambda model: (), train, combine=None, adapt=adapt if alpha else None
+        "Per-FedAvg", lambda model: (), train, combine=None, adapt=adapt if adapts else None
     )
 
 
 def adapting_loop(
-    alpha: float, second_order: bool, training: Training, data: FederatedData
+    second_order: bool, alpha: float, training: Training, data: FederatedData
 ) -> Loop:
     """Returns the steps of one client (a `MakeLoop`), each on two batches or three, as long as
-    there are any; the last step goes on with the first ones. `alpha` and `second_order` are as in
+    there are any; the last step goes on with the first ones. `second_order` and `alpha` are as in
     `per_fedavg`.
     """
     start, plan = training.start, training.plan

@@ -10,12 +10,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training
+from fedjax_cfl.client.objective import check_pull
 from fedjax_cfl.client.sgd import batch_losses, change_steps
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import move_statistics
 from fedjax_cfl.types import FederatedData, Params, Personal, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
@@ -35,20 +36,15 @@ def pfedme(
     check_arguments(pfedme, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        if isinstance(local.lr, int | float) and local.lr * lam >= 1:
-            raise InputError(
-                f"personal.lam={lam}: times local.lr={local.lr} it is {local.lr * lam:g}, and must"
-                " be below 1; use a smaller local.lr (the paper: 0.005)"
-            )
-
-        loop = partial(envelope_loop, lam, inner_steps, inner_lr)
+        check_pull("personal.lam", lam, local.lr)
+        loop = Partial(partial(envelope_loop, inner_steps), lam, inner_lr)
         return change_steps(solve, loop, "pfedme")
 
     return Personal("pFedMe", lambda model: model, train, lambda row, model: row)
 
 
 def envelope_loop(
-    lam: float, inner_steps: int, inner_lr: float, training: Training, data: FederatedData
+    inner_steps: int, lam: float, inner_lr: float, training: Training, data: FederatedData
 ) -> Loop:
     """Returns the steps of one client's group model and of its own (a `MakeLoop`).
 

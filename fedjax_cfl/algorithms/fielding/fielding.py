@@ -50,7 +50,13 @@ from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import (
+    Fraction,
+    NonNegativeFloat,
+    PositiveInt,
+    check_arguments,
+    is_number,
+)
 
 
 class Reporters(NamedTuple):
@@ -126,7 +132,7 @@ def fielding(
         server=server,
         finish=note_reporters(rule.hear) if rule.hear else None,
     )
-    if not (isinstance(q, int | float) and q == 0):
+    if not (is_number(q) and q == 0):
         hooks = hooks._replace(prepare=attach_losses(task, local), aggregate=q_fair(q, local))
     return federated(task, local, system, hooks)
 

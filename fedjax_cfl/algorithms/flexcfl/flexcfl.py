@@ -30,7 +30,7 @@ from fedjax_cfl.round.hooks import FinishFn, Hooks
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Key, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments, is_number
 
 
 def flexcfl(
@@ -70,7 +70,7 @@ def flexcfl(
         start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,
         assign=cold_start(founding.newcomers(pretrain)),
-        finish=None if isinstance(eta_g, int | float) and eta_g == 0 else mix(eta_g),
+        finish=None if is_number(eta_g) and eta_g == 0 else mix(eta_g),
         start_clients=start_clients if detector is None else None,
     )
     return federated(task, local, system, hooks)._replace(serve=groups.serve)
