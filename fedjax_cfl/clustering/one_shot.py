@@ -94,9 +94,10 @@ def join_or_found(
     def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
         memory = state.memory
         known = memory.known & (state.assignment >= 0)
-        waiting = (data.train.size > 0) & ~known
+        waits = (data.train.size > 0) & ~known
 
-        def take_in():
+        def take_in(first):
+            waiting = waits & first  # so that no compiler takes this out of the loop below
             told = describe(key, memory.first, data, waiting)
             points = jax.vmap(jnp.where)(waiting, told, memory.points)
             apart = on_every_device(compare, mesh)(points)
@@ -117,12 +118,15 @@ def join_or_found(
             assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
             return assignment, active, points, bill(points, data, waiting)
 
-        shapes = jax.eval_shape(bill, memory.points, data, waiting)
+        shapes = jax.eval_shape(bill, memory.points, data, waits)
         nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         nothing = nothing.replace(fault_counts=no_faults())
         stay = state.assignment, state.active, memory.points, nothing
-        assignment, active, points, report = lax.cond(jnp.any(waiting), take_in, lambda: stay)
-        memory = memory.replace(points=points, known=memory.known | waiting)
+        # a loop of one pass or none: mapped over the runs of a grid, a branch would be taken always
+        passes = jnp.any(waits).astype(jnp.int32)
+        found = lax.fori_loop(0, passes, lambda i, _: take_in(i == 0), stay)
+        assignment, active, points, report = found
+        memory = memory.replace(points=points, known=memory.known | waits)
         return state.replace(assignment=assignment, active=active, memory=memory), report
 
     return migrate
