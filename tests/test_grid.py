@@ -210,6 +210,9 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
         "algorithm=fedavg vectorize=[algorithm.eta_g] algorithm.eta_g=0,1": (
             "algorithm.eta_g=0: unknown setting"
         ),
+        "personal=pfedme algorithm=fedavg vectorize=[personal.lam] personal.lam=1,9 local.lr=0.2": (
+            "personal.lam=9.0: times local.lr=0.2 it is 1.8, and must be below 1"
+        ),
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
         "seeds=2 resident=host algorithm=fedavg": (
             "resident=host: a grid of runs trains on data that are on the devices"

@@ -506,13 +506,17 @@ def test_methods_of_ones_own_are_columns(verb, tmp_path):
         (TUNED, "Mine: {tune: ['local.lr=1,2,3']}", "Mine: 3 trials, where each method has 4"),
         (TABLE, "- Mine", "expected NAME: and its settings"),
         (TABLE, "{", "cannot be read"),
+        (TABLE, None, r"cannot be read \(no such file\)"),
         (TABLE.replace("columns", "measures"), "Mine: [a=b]", "A table has no methods as its"),
     ],
 )
 def test_what_is_no_method_of_ones_own_is_refused(verb, tmp_path, tables, written, said):
     verb.table.write_text(tables)
     path = tmp_path / "mine.yaml"
-    path.write_text(written)
+    if written is None:
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text(written)
     with pytest.raises(InputError, match=f"^--methods {path}.*{said}"):
         verb("--methods", str(path))
     assert not verb.started()

@@ -36,8 +36,8 @@ from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
-# samples of a class, for each of which there is a decomposition of its own: that of 784 x 784 takes
-# as long as 300 of 64 x 64
+# samples of a class, for each of which there is a decomposition of its own: on a CPU core that of
+# 784 x 784 takes 48 ms, that of 64 x 64 0.3 ms
 SIZES = 16, 64, 256, 1024, 4096
 
 

@@ -165,8 +165,9 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shr
         parts = first.task, first.data, local
         return build_algorithm(config, *parts, values, runs_as_one=True), first.drift
 
-    for point in grid_points(axes):  # some rules are between two values, and see no traced ones
-        make({name: value for name, value in point.items() if name != "seed"})
+    # some rules are between two values, and see no traced ones
+    for point in grid_points({name: each for name, each in axes.items() if name != "seed"}):
+        make(point)
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))

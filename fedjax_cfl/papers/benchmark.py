@@ -26,7 +26,7 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_markdown, escape_plot
-from fedjax_cfl.papers.cells import row_columns
+from fedjax_cfl.papers.cells import read_named, row_columns
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
 from fedjax_cfl.runs.results import read_summary, to_plain, write_columns, write_text
 
@@ -91,11 +91,10 @@ def read_cells(table: dict, paths: Sequence[Path]) -> Cells:
     """
     cells: Cells = {}
     for path in paths:
+        reader = csv.DictReader(read_named("--cells", path).splitlines(), restval="")
         try:
-            with path.open(newline="", encoding="utf-8") as text:
-                reader = csv.DictReader(text, restval="")
-                lines, columns = list(reader), reader.fieldnames or []
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            lines, columns = list(reader), reader.fieldnames or ()
+        except csv.Error as error:
             raise InputError(f"--cells {path}: cannot be read ({error})") from None
         if missing := [name for name in COLUMNS if name not in columns]:
             raise InputError(f"--cells {path}: has no column {missing[0]}, expected a cells.csv")

@@ -4,7 +4,7 @@ and which of them are finished.
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,18 +51,29 @@ def load_table(name: str) -> dict:
     return yaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
-def add_methods(table: dict, path: Path | None) -> list[str]:
+def read_named(flag: str, path: Path) -> str:
+    """Returns the text of the file that `flag` named. Raises InputError where there is none."""
+    try:
+        if path.is_file():  # no device, which may never end
+            return path.read_text(encoding="utf-8")
+        reason = "no such file"
+    except (OSError, UnicodeDecodeError) as error:
+        reason = str(error)
+    raise InputError(f"{flag} {path}: cannot be read ({reason})")
+
+
+def add_methods(table: dict, path: Path | None) -> None:
     """Adds the columns of a YAML file to a table, NAME: [KEY=VALUE, ...], where the table tunes
-    NAME: {overrides: [KEY=VALUE, ...], tune: [KEY=V1,V2,...]}; returns their names. Raises
+    NAME: {overrides: [KEY=VALUE, ...], tune: [KEY=V1,V2,...]}, and their names as its `own`. Raises
     InputError for what is no such column, or has not as many trials as the others have.
     """
     if path is None:
-        return []
+        return
     if "columns" not in table:
         raise InputError(f"--methods {path}: {table['title']} has no methods as its columns")
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        given = yaml.safe_load(read_named("--methods", path))
+    except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
         raise InputError(f"--methods {path}: cannot be read ({reason})") from None
     if not isinstance(given, dict) or not given:
@@ -87,7 +98,6 @@ def add_methods(table: dict, path: Path | None) -> list[str]:
         if "runs" not in entry:
             entry["columns"] = list(dict.fromkeys([*row_columns(table, row), *given]))
     table["own"] = list(given)
-    return table["own"]
 
 
 def is_overrides(given: object) -> bool:
@@ -196,7 +206,7 @@ def split_column(table: dict, column: str) -> tuple[list[str], list[str]]:
 def check_cells(
     todo: list[Cell],
     extra: list[str],
-    added: list[str],
+    added: Collection[str],
     resolve_settings: Callable[[list[str]], object],
 ) -> None:
     """Raises InputError, before anything runs, if one of the overrides `extra` names a

@@ -264,12 +264,12 @@ def main(
     """
     given, extra = read_arguments(argv)
     table, console = cells.load_table(given.table), Console()
-    added = cells.add_methods(table, given.methods)
+    cells.add_methods(table, given.methods)
     experiment = table.get("experiment", given.table)
     out, runs = given.out / given.table, given.out / experiment
     todo = choose_cells(table, experiment, runs, given, extra)
     check_writable(out, f"--out={given.out}")
-    cells.check_cells(todo, extra, added, resolve_settings)
+    cells.check_cells(todo, extra, table.get("own", ()), resolve_settings)
     todo = leave_out(todo, others := read_others(table, given, extra), console)
     figure = table.get("figure")
     program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None
