@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from fedjax_cfl.analysis import ranks
+from fedjax_cfl.analysis.plot import new_figure
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import benchmark, report, runner
 from fedjax_cfl.papers.cells import load_table, make_cells
@@ -76,6 +77,7 @@ TABLE = {
     "measure": "tail_macro_accuracy",
     "scale": 100,
     "baseline": "Avg",
+    "against": ["Avg", "Half"],
     "columns": {"Avg": [], "Best": [], "Half": []},
     "rows": {
         "one": {"overrides": []},
@@ -131,10 +133,39 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert (best["method"], best["mean_rank"], best["share_first"]) == ("Best", "1.0", "1.0")
     assert float(best["minus_baseline"]) == pytest.approx((0.3 + 0.25) / 2)
     assert worst["method"] == "Avg" and worst["p_wilcoxon_holm"] == ""
+    assert best["minus_best"] == "0.0"
+    assert float(worst["minus_best"]) == pytest.approx(-(0.3 + 0.25) / 2)
     text = (tmp_path / "ranks.md").read_text()
     assert "Not ranked, for they are not complete: Half, begun." in text
-    assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 |" in text
+    assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 | +0.0 |" in text
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_differences_are_paired_by_seeds():
+    scores = {
+        ("one", "Avg"): [0.5, 0.7, 0.6], ("one", "Half"): [0.4, 0.9], ("one", "Best"): [0.9, 0.8],
+        ("two", "Avg"): [0.2, float("nan")], ("two", "Best"): [],
+    }  # fmt: skip
+    means = {("two", "Avg"): float("nan"), ("two", "Best"): 0.5}
+    cells = [
+        {"setting": setting, "method": method, "scores": found}
+        | {"score": means.get((setting, method), np.mean(found or [0]))}
+        for (setting, method), found in scores.items()
+    ]
+    lines = benchmark.list_differences(cells, ["Avg", "Half"])
+    found = {(line["setting"], line["method"], line["minus"]): line for line in lines}
+    assert sorted(found) == [
+        ("one", "Avg", "Best"), ("one", "Avg", "Half"), ("one", "Best", "Avg"),
+        ("one", "Best", "Half"), ("one", "Half", "Avg"), ("one", "Half", "Best"),
+        ("two", "Avg", "Best"), ("two", "Best", "Avg"),
+    ]  # fmt: skip
+    half = found["one", "Half", "Avg"]  # -0.1 and 0.2
+    assert (half["seeds"], half["best"]) == (2, False)
+    assert half["mean"] == pytest.approx(0.05) and half["p"] == 1.0
+    assert (half["low"], half["high"]) == (pytest.approx(-0.1), pytest.approx(0.2))
+    assert found["one", "Best", "Avg"]["p"] == 0.5 and found["one", "Avg", "Best"]["best"]
+    means_alone = found["two", "Best", "Avg"]  # of which the mean is no number
+    assert means_alone["seeds"] == 0 and np.isnan([means_alone["mean"], means_alone["p"]]).all()
 
 
 FOUND = {
@@ -157,7 +188,7 @@ def test_cells_read_from_a_file_make_the_files_that_their_runs_do(tmp_path):
     for name, own in (("none", {}), ("one", {("two", "Avg"): found["two", "Avg"]})):
         (tmp_path / name).mkdir()
         benchmark.write(TABLE, own, tmp_path / name / "figure.png", others)
-        for file in ("cells.csv", "ranks.csv", "ranks.md"):
+        for file in ("cells.csv", "differences.csv", "ranks.csv", "ranks.md"):
             made = (tmp_path / name / file).read_bytes()
             assert made == (tmp_path / "whole" / file).read_bytes()
     of_runs = report.collect_records(TABLE, found)
@@ -265,3 +296,19 @@ def test_all_methods_have_the_same_budget(tmp_path):
         assert np.prod([len(each) for each in values]) == 9 and cell.seeds == (0, 1)
     for row in table["rows"].values():
         assert set(row.get("columns", [])) <= set(table["columns"])
+
+
+def test_names_of_near_points_do_not_meet():
+    figure = new_figure(4, 3)
+    axes = figure.subplots()
+    points = [("Left", 0.0, 0.0), ("A long name", 1.0, 1.0), ("Another", 1.05, 1.0)]
+    axes.plot([0, 1, 1.05, 3], [0, 1, 1, 1], "o")
+    figure.draw_without_rendering()
+    benchmark.name_points(axes, points)
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert [text.get_text() for text in axes.texts] == [name for name, *_ in points]
+    for one, other in itertools.combinations(boxes, 2):
+        assert not one.overlaps(other)
+    dots = axes.transData.transform([point[1:] for point in points])
+    assert not any(box.contains(*dot) for box in boxes for dot in dots)
+    assert all(axes.bbox.contains(*corner) for box in boxes for corner in box.get_points())

@@ -1,5 +1,5 @@
 """What a table of methods by settings says as a whole: cells.csv with all that was measured,
-ranks.csv, ranks.md and figure.png.
+differences.csv, ranks.csv, ranks.md and figure.png.
 
 A setting is a row of the table that has runs of its own, its score the measure of that row. A cell
 is a line of cells.csv, of runs in this folder or read from the cells.csv of others.
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.transforms import Bbox
 
 from fedjax_cfl.analysis import ranks, trials
 from fedjax_cfl.analysis.plot import (
@@ -24,6 +25,7 @@ from fedjax_cfl.analysis.plot import (
     save_figure,
     style_axes,
 )
+from fedjax_cfl.analysis.statistics import bootstrap_mean, find_chance
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_markdown, escape_plot
 from fedjax_cfl.papers.cells import read_named, row_columns
@@ -45,6 +47,8 @@ NUMBERS = ("score", "sd", *MEASURED, "best_minus_median")
 COLUMNS = ("setting", "method", "seeds", "rounds", "measure", "score", "sd", *MEASURED)
 COLUMNS += ("chosen", "trials", "best_minus_median", "scores")
 LINE = 0.24  # inches a method takes in a picture
+# points from a method's dot to its name, from the best place to the last
+NAME_PLACES = ((4, -8), (-4, 3), (4, 3), (-4, -8), (4, -16), (-4, 11), (4, 11), (-4, -16))
 Cells = dict[tuple[str, str], dict[str, Any]]  # by setting and method
 
 
@@ -65,8 +69,9 @@ class Scores(NamedTuple):
 def write(
     table: dict, found: dict[tuple[str, str], list[Path]], path: Path, others: Cells | None = None
 ) -> None:
-    """Writes cells.csv, ranks.csv, ranks.md and the figure `path`, all in its folder, from the
-    runs of each (row, column), seeds in order, and of other cells as `read_cells` returns them.
+    """Writes cells.csv, differences.csv, ranks.csv, ranks.md and the figure `path`, all in its
+    folder, from the runs of each (row, column), seeds in order, and of other cells as `read_cells`
+    returns them.
     """
     known = (others or {}) | {place: describe_cell(table, *place, found[place]) for place in found}
     places = ((row, column) for row in table["rows"] for column in row_columns(table, row))
@@ -77,6 +82,8 @@ def write(
     scores = collect_scores(cells, table.get("own", ()))
     if len(scores.methods) < 2:
         return
+    differences = list_differences(cells, table.get("against", ()))
+    write_columns(path.with_name("differences.csv"), differences)
     ranked = ranks.rank_methods(scores.of_seeds)
     base = table.get("baseline")
     rows = list_ranks(scores, ranked, base)
@@ -187,6 +194,33 @@ def collect_scores(cells: Sequence[dict[str, Any]], own: Sequence[str] = ()) -> 
     return Scores(settings, kept, of_seeds, missed)
 
 
+def list_differences(
+    cells: Sequence[dict[str, Any]], against: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns the lines of differences.csv: the scores of each cell minus those of methods
+    `against` and of the best in its setting, seed by seed. `low` to `high` is the bootstrap
+    interval of `bootstrap_mean`, `p` the chance of `find_chance`: of three seeds never below 0.25.
+    Where one of the two has no scores of seeds there is the mean alone.
+    """
+    placed = {(cell["setting"], cell["method"]): cell for cell in cells}
+    lines = []
+    for cell in cells:
+        setting, method = cell["setting"], cell["method"]
+        here = [other for other in cells if other["setting"] == setting]
+        best = max(here, key=lambda other: np.nan_to_num(other["score"], nan=0.0))["method"]
+        for minus in dict.fromkeys([*against, best]):
+            if minus == method or (setting, minus) not in placed:
+                continue
+            other = placed[setting, minus]
+            pairs = zip(cell["scores"], other["scores"], strict=False)
+            gaps = [float(np.subtract(*np.nan_to_num(pair, nan=0.0))) for pair in pairs]
+            found = bootstrap_mean(gaps or [cell["score"] - other["score"]])
+            line = {"setting": setting, "method": method, "minus": minus, "best": minus == best}
+            line |= {"seeds": len(gaps), "mean": found.mean, "low": found.low, "high": found.high}
+            lines.append(line | {"p": find_chance(gaps)})
+    return lines
+
+
 def list_ranks(scores: Scores, ranked: ranks.Ranks, baseline: str | None) -> list[dict[str, Any]]:
     """Returns the lines of ranks.csv, the best first."""
     means, methods = scores.means, scores.methods
@@ -204,6 +238,7 @@ def list_ranks(scores: Scores, ranked: ranks.Ranks, baseline: str | None) -> lis
             "share_first": ranked.first[j],
             "mean_score": means[:, j].mean(),
             "minus_baseline": gaps[j],
+            "minus_best": (means[:, j] - means.max(1)).mean(),
             "p_wilcoxon_holm": chances[j],
         }
         for j, method in enumerate(methods)
@@ -227,6 +262,7 @@ def format_ranks(
         f" {ranks.INTERVAL:.0%} of a bootstrap over {drawn}. First: in so many of its"
         f" resamples. Against {baseline}: mean difference in points"
         + (", and Wilcoxon's chance after Holm's correction." if several else ".")
+        + " Against the best: of these methods, in each setting."
     )
     if (chance := ranks.friedman(scores.means)) is not None:
         lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
@@ -239,6 +275,7 @@ def format_ranks(
     if scores.missed:
         lines.append(f"Not ranked, for they are not complete: {', '.join(scores.missed)}.")
     headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
+    headings.append("against the best")
     lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
         gap, p = row["minus_baseline"], row["p_wilcoxon_holm"]
@@ -248,6 +285,7 @@ def format_ranks(
             f"{row['share_first']:.0%}",
             "-" if gap is None else f"{100 * gap:+.1f}",
             *(["-" if p is None else f"{p:.2g}"] if several else []),
+            f"{100 * row['minus_best']:+.1f}",
         ]
         lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
     return "\n".join(lines) + "\n"
@@ -269,10 +307,15 @@ def draw(
     draw_ranks(shown, scores, ranked, order)
     draw_grid(grid, table, scores, order)
     panels = list(right.subplots(fronts, min(2, len(settings)), squeeze=False).flat)
-    for axes, setting in zip(panels, settings, strict=False):
-        draw_front(axes, row_title(table, setting), [c for c in cells if c["setting"] == setting])
     for axes in panels[len(settings) :]:
         axes.set_visible(False)
+    best = [
+        draw_front(axes, row_title(table, setting), [c for c in cells if c["setting"] == setting])
+        for axes, setting in zip(panels, settings, strict=False)
+    ]
+    figure.draw_without_rendering()
+    for axes, points in zip(panels, best, strict=False):
+        name_points(axes, points)
     save_figure(figure, path)
 
 
@@ -308,8 +351,12 @@ def draw_grid(axes: Axes, table: dict, scores: Scores, order: np.ndarray) -> Non
     axes.set_yticks([])
 
 
-def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
-    """Draws scores against megabytes sent, and names the methods that no other beats in both."""
+def draw_front(
+    axes: Axes, title: str, cells: Sequence[dict[str, Any]]
+) -> list[tuple[str, float, float]]:
+    """Draws scores against megabytes sent; returns the methods that no other beats in both, each
+    (name, megabytes, score).
+    """
     sent = np.array([cell["megabytes"] for cell in cells], float)
     scores = np.array([cell["score"] for cell in cells], float)
     axes.plot(sent, scores, "o", markersize=3, color="0.7")
@@ -318,20 +365,36 @@ def draw_front(axes: Axes, title: str, cells: Sequence[dict[str, Any]]) -> None:
         if scores[j] > best:
             front, best = [*front, j], scores[j]
     axes.plot(sent[front], scores[front], "o", markersize=4, color="#D55E00")
-    for number, j in enumerate(front):
-        # below to the right and above to the left in turn: names of two that are near do not meet
-        right = number == 0 or (len(front) - number) % 2
-        axes.annotate(
-            escape_plot(cells[j]["method"]),
-            (sent[j], scores[j]),
-            (4, -8) if right else (-4, 3),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            fontsize=7,
-        )
     heading = escape_plot_lines(textwrap.fill(title, 30))
     style_axes(axes, heading, "megabytes, both ways", "score")
     format_percent_axis(axes)
     if sent.max() > 20:  # from none to many
         axes.set_xscale("symlog", linthresh=1)
     axes.margins(0.12)
+    return [(cells[j]["method"], float(sent[j]), float(scores[j])) for j in front]
+
+
+def name_points(axes: Axes, points: Sequence[tuple[str, float, float]]) -> None:
+    """Writes names beside points (name, x, y) of a figure that has been laid out, each at the first
+    place inside where it meets no name before it and no other point.
+    """
+    dots = [Bbox([dot, dot]).padded(4) for dot in axes.transData.transform([p[1:] for p in points])]
+    taken: list[Bbox] = []
+    for j, (name, x, y) in enumerate(points):
+        for place in NAME_PLACES:
+            text = axes.annotate(
+                escape_plot(name),
+                (x, y),
+                place,
+                textcoords="offset points",
+                ha="left" if place[0] > 0 else "right",
+                fontsize=7,
+                in_layout=False,
+            )
+            box = text.get_window_extent().padded(3)  # pixels
+            inside = axes.bbox.contains(box.x0, box.y0) and axes.bbox.contains(box.x1, box.y1)
+            met = any(map(box.overlaps, [*taken, *dots[:j], *dots[j + 1 :]]))
+            if place == NAME_PLACES[-1] or (inside and not met):
+                taken.append(box)
+                break
+            text.remove()
