@@ -25,7 +25,12 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import FAULTS, START, derive_key, derive_keys
-from fedjax_cfl.round.aggregate import count_trimmed, trimmed_group_mean, trimmed_mean
+from fedjax_cfl.round.aggregate import (
+    count_trimmed,
+    sort_coordinates,
+    trimmed_group_mean,
+    trimmed_mean,
+)
 from fedjax_cfl.round.engine import federated, withhold_groups
 from fedjax_cfl.round.hooks import Hooks
 from fedjax_cfl.round.start import random_groups
@@ -56,7 +61,7 @@ def tkm(
     of each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` are the
     local epochs of the first stage, near convergence (None: 10 E); K-means runs at most
     `iterations` from each of `restarts` draws of m clients.
-    The start holds K models in memory, and costs K models down, the common start, and K up.
+    The start holds K models and their order in memory, and costs K models down, the common start, and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
     hooks = Hooks(
@@ -140,6 +145,8 @@ def trimmed_kmeans(
     coordinate; `restarts` and `iterations` are the most of each.
     """
 
+    ordered = sort_coordinates(models)
+
     def attempt(key):
         seeds = jax.random.choice(
             key, known.size, (m,), replace=False, p=known / jnp.maximum(jnp.sum(known), 1)
@@ -148,7 +155,7 @@ def trimmed_kmeans(
         def improve(carry):
             step, labels, centers, _ = carry
             nearest = nearest_center(models, centers)
-            means, count = trimmed_group_mean(known, nearest, models, m, theta)
+            means, count = trimmed_group_mean(known, nearest, ordered, m, theta)
             filled = where_rows(count > 0, means, centers)
             return step + 1, nearest, filled, jnp.any(nearest != labels)
 
@@ -158,7 +165,7 @@ def trimmed_kmeans(
         )
         return centers, trimmed_inertia(models, known, centers, theta)
 
-    # one after another: each sorts all models
+    # one after another: each holds the group of every value of every model
     centers, spreads = lax.map(attempt, jax.random.split(key, restarts))
     best = take_rows(centers, jnp.argmin(spreads))
     return nearest_center(models, best), best

@@ -79,34 +79,58 @@ def count_trimmed(count: ArrayLike, share: ArrayLike) -> jax.Array:
     )
 
 
-def trimmed_group_mean(
-    present: jax.Array, gid: jax.Array, tree: Params, num_groups: int, share: ArrayLike
-) -> tuple[Params, jax.Array]:
-    """Returns the trimmed mean [m, ...] of each coordinate of `tree` [S, ...] within each
-    group, and the number of its clients [m]. Both are 0 for an empty group.
+def sort_coordinates(tree: Params) -> tuple[Params, Params]:
+    """Returns the values [S, ...] of each coordinate of a tree in ascending order, and the rows
+    [S, ...] int32 they are from.
+    """
 
-    Only the clients `present` [S] bool count. At both ends of each coordinate
-    `count_trimmed` of their values are left out. Rows are sorted by group and then by
-    value, so that a row has the same group and rank in every coordinate: one sort and one
-    matrix product per leaf serve all groups.
+    def sort(leaf):
+        rows = lax.broadcasted_iota(jnp.int32, leaf.shape, 0)
+        return tuple(lax.sort((leaf, rows), dimension=0, num_keys=1))
+
+    leaves, treedef = jax.tree.flatten(tree)
+    values, rows = zip(*map(sort, leaves), strict=True)
+    return treedef.unflatten(values), treedef.unflatten(rows)
+
+
+def trimmed_group_mean(
+    present: jax.Array,
+    gid: jax.Array,
+    ordered: tuple[Params, Params],
+    num_groups: int,
+    share: ArrayLike,
+) -> tuple[Params, jax.Array]:
+    """Returns the trimmed mean [m, ...] of each coordinate within each group, and the number of
+    its clients [m]. Both are 0 for an empty group.
+
+    At both ends of each coordinate `count_trimmed` of a group's values are left out. Values are
+    taken in ascending order, and each is counted in its group: what is sorted once serves any
+    groups.
 
     Args: `present` [S] bool are the clients that count; `gid` [S] int32 is the group of each
-    slot, 0 .. m - 1; `tree` [S, ...] is what is averaged; `num_groups` is m, static; `share`
-    from 0 to 0.5 is the fraction of a group's clients left out at each end, 0.5: the median.
+    slot, 0 .. m - 1; `ordered` is what is averaged, as `sort_coordinates` returns it; `num_groups`
+    is m, static; `share` from 0 to 0.5 is the fraction of a group's clients left out at each end,
+    0.5: the median.
     """
     group = jnp.where(present, gid, num_groups)
     count = jnp.bincount(group, length=num_groups + 1)[:num_groups]
     drop = count_trimmed(count, share)
-    row = jnp.sort(group)
-    rank = jnp.arange(row.size) - (jnp.cumsum(count) - count)[row]
-    kept = (rank >= drop[row]) & (rank < (count - drop)[row])
-    coefficient = membership_weights(kept / jnp.maximum(count - 2 * drop, 1)[row], row, num_groups)
 
-    def sort_rows(leaf):
-        key = jax.vmap(lambda group: jnp.full(leaf.shape[1:], group))(group)
-        return lax.sort((key, leaf), dimension=0, num_keys=2)[1]
+    def average(values, rows):
+        low, high = (each.reshape(-1, *[1] * (rows.ndim - 1)) for each in (drop, count - drop))
+        groups = jnp.arange(num_groups).reshape(low.shape)
 
-    return group_sum(coefficient, jax.tree.map(sort_rows, tree)), count
+        def add(carry, row):
+            (seen, total), (value, own) = carry, row
+            own = own == groups
+            kept = own & (seen >= low) & (seen < high)
+            return (seen + own, total + jnp.where(kept, value, 0.0)), None
+
+        seen = jnp.zeros((num_groups, *rows.shape[1:]), jnp.int32)
+        (_, total), _ = lax.scan(add, (seen, seen.astype(values.dtype)), (values, group[rows]))
+        return total / jnp.maximum(high - low, 1)
+
+    return jax.tree.map(average, *ordered), count
 
 
 def trimmed_mean(beta: ArrayLike, mesh: Mesh | None = None) -> AggregateFn:
@@ -119,7 +143,8 @@ def trimmed_mean(beta: ArrayLike, mesh: Mesh | None = None) -> AggregateFn:
         upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
     ) -> tuple[Params, jax.Array]:
         delta = split_by_parameter(upload.delta, mesh)
-        return trimmed_group_mean(upload.weight > 0, gid, delta, state.active.size, beta)
+        ordered = sort_coordinates(delta)
+        return trimmed_group_mean(upload.weight > 0, gid, ordered, state.active.size, beta)
 
     return aggregate
 
