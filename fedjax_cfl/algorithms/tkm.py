@@ -61,7 +61,8 @@ def tkm(
     of each coordinate, `theta` that of the centers, 0.5: the median; `erm_epochs` are the
     local epochs of the first stage, near convergence (None: 10 E); K-means runs at most
     `iterations` from each of `restarts` draws of m clients.
-    The start holds K models and their order in memory, and costs K models down, the common start, and K up.
+    The start holds K models and their order in memory, and costs K models down, the common start,
+    and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
     hooks = Hooks(
