@@ -205,6 +205,7 @@ def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
     for name, settings, rule in (
         ("fedavg", {}, True),
         ("ifca", {"m": 2}, True),
+        ("ifca", {"m": 2, "start": "kmeanspp_loss"}, True),
         ("warm_start", {}, True),
         ("fl_hc", {"m": 2, "warm_up": 1}, True),
         ("fl_hc", {"m": 2, "warm_up": 1, "newcomers": "nearest"}, True),

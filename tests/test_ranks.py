@@ -10,6 +10,7 @@ from scipy import stats
 
 from fedjax_cfl.analysis import ranks
 from fedjax_cfl.analysis.plot import new_figure
+from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.papers import benchmark, report, runner
 from fedjax_cfl.papers.cells import load_table, make_cells
@@ -139,6 +140,18 @@ def test_the_files_of_a_benchmark(tmp_path):
     assert "Not ranked, for they are not complete: Half, begun." in text
     assert "| Best | 1.0 [1.0, 1.0] | 100% | +27.5 | 0.5 | +0.0 |" in text
     assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_a_row_may_show_what_is_measured_once_at_the_end(tmp_path):
+    table = TABLE | {"rows": {"new": {"overrides": [], "measure": "new_clients_accuracy"}}}
+    found = {
+        ("new", name): write_runs(tmp_path / name, [0.5, 0.7], "2") for name in ("Avg", "Best")
+    }
+    average, *_ = report.collect_records(table, found)
+    assert (average["mean"], average["sd"], average["seeds"]) == (25, 0, 2)
+    benchmark.write(table, found, tmp_path / "figure.png")
+    line, _ = read(tmp_path / "cells.csv")
+    assert (line["measure"], line["scores"]) == ("new_clients_accuracy", "0.25 0.25")
 
 
 def test_differences_are_paired_by_seeds():
@@ -294,6 +307,17 @@ def test_all_methods_have_the_same_budget(tmp_path):
     for cell in cells:
         values = [text.partition("=")[2].split(",") for text in cell.grid]
         assert np.prod([len(each) for each in values]) == 9 and cell.seeds == (0, 1)
+
+
+@pytest.mark.nightly
+def test_the_methods_that_meet_new_clients_have_a_rule(tmp_path):
+    table = load_table("cflbench")
+    for cell in make_cells("cflbench", table, tmp_path, ["mnist-newcomers"], None, [0], []):
+        values = [text.partition(",")[0] for text in cell.grid]
+        small = ["dataset=digits", "dataset.clients=40", "partition=iid", "devices=1"]
+        own = [text for text in cell.overrides if text.split("=")[0].split(".")[0] != "partition"]
+        own = [text for text in own if not text.startswith("dataset")]
+        assemble([*own, *values, *small])
     for row in table["rows"].values():
         assert set(row.get("columns", [])) <= set(table["columns"])
 

@@ -30,7 +30,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_markdown, escape_plot
 from fedjax_cfl.papers.cells import read_named, row_columns
 from fedjax_cfl.papers.report import cell_measure, read_measures, row_title
-from fedjax_cfl.runs.results import read_summary, to_plain, write_columns, write_text
+from fedjax_cfl.runs.results import to_plain, write_columns, write_text
 
 # of cells.csv: its columns, and where a run has them
 MEASURED = {
@@ -140,7 +140,7 @@ def _read_cell(table: dict, line: dict[str, str]) -> dict[str, Any]:
 def describe_cell(table: dict, row: str, column: str, folders: Sequence[Path]) -> dict[str, Any]:
     """Returns a line of cells.csv; `scores` are those of its seeds."""
     measure = cell_measure(table, row, column)
-    runs = [(read_summary(folder) or {}) | read_measures(folder) for folder in folders]
+    runs = [read_measures(folder) for folder in folders]
     scores = [float("nan") if run[measure] is None else run[measure] for run in runs]
     cell: dict[str, Any] = {"setting": row, "method": column, "seeds": len(runs)}
     cell |= {"rounds": max(run["rounds"] for run in runs), "measure": measure}

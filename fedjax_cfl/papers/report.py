@@ -21,7 +21,13 @@ from rich.table import Table
 from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.papers.cells import row_columns, source_rows
-from fedjax_cfl.runs.results import compute_measures, read_metrics, write_columns, write_text
+from fedjax_cfl.runs.results import (
+    compute_measures,
+    read_metrics,
+    read_summary,
+    write_columns,
+    write_text,
+)
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
@@ -47,14 +53,14 @@ def measure_scale(table: dict, measure: str) -> float:
 
 
 def read_measures(folder: Path) -> dict:
-    """Returns a cell's measures: those of every report, the megabytes sent both ways,
-    and the seconds without compiling; and its `rows`.
+    """Returns a cell's measures: those of its summary and of every report, the megabytes sent both
+    ways, and the seconds without compiling; and its `rows`.
     """
     rows = read_metrics(folder)
     last = rows[-1] if rows else {}
     sent = (last.get("bytes_down") or 0) + (last.get("bytes_up") or 0)
     own = {"megabytes": sent / 1e6, "seconds": last.get("wall_s"), "rows": rows}
-    return compute_measures(rows) | own
+    return (read_summary(folder) or {}) | compute_measures(rows) | own
 
 
 def read_default_rounds(folder: Path) -> int | None:

@@ -22,7 +22,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
-from fedjax_cfl.system.select import memoryless
+from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -178,9 +178,9 @@ def hold_out_clients(
 
 def select_these(ids: jax.Array) -> Selection:
     """Selects the clients `ids` [n], K: none, in every round; remembers nothing, so that a method
-    may wrap it.
+    may wrap it, and is known before the run, so that one may start from them.
     """
-    return memoryless(lambda key, memory, state, data: ids)
+    return drawn_ahead(lambda key, round, size: ids)
 
 
 MakeAlgorithm = Callable[[Selection], Algorithm]  # the method, with another selection
