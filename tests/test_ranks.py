@@ -84,6 +84,7 @@ TABLE = {
         "one": {"overrides": []},
         "two": {"overrides": [], "title": "the second"},
         "begun": {"overrides": []},
+        "apart": {"overrides": [], "ranked": False},
     },
 }
 
@@ -116,6 +117,7 @@ def test_the_files_of_a_benchmark(tmp_path):
     scores = {
         ("one", "Avg"): [0.5, 0.7], ("one", "Best"): [0.9, 0.9], ("one", "Half"): [0.1, 0.1],
         ("two", "Avg"): [0.2, 0.4], ("two", "Best"): [0.6, 0.5], ("begun", "Avg"): [0.3, 0.3],
+        ("apart", "Avg"): [0.8, 0.8], ("apart", "Best"): [0.1, 0.1],
     }  # fmt: skip
     found = {
         place: write_runs(tmp_path / "_".join(place), values, "2")

@@ -79,11 +79,13 @@ def write(
     texts = [cell | {"scores": " ".join(map(repr, cell["scores"]))} for cell in cells]
     listed = [{name: cell.get(name) for name in COLUMNS} for cell in texts]
     write_columns(path.with_name("cells.csv"), listed)
-    scores = collect_scores(cells, table.get("own", ()))
+    if differences := list_differences(cells, table.get("against", ())):
+        write_columns(path.with_name("differences.csv"), differences)
+    # `ranked: false`: a setting that not all methods can have
+    ranking = [cell for cell in cells if table["rows"][cell["setting"]].get("ranked", True)]
+    scores = collect_scores(ranking, table.get("own", ()))
     if len(scores.methods) < 2:
         return
-    differences = list_differences(cells, table.get("against", ()))
-    write_columns(path.with_name("differences.csv"), differences)
     ranked = ranks.rank_methods(scores.of_seeds)
     base = table.get("baseline")
     rows = list_ranks(scores, ranked, base)
