@@ -6,6 +6,7 @@ is a line of cells.csv, of runs in this folder or read from the cells.csv of oth
 """
 
 import csv
+import itertools
 import statistics
 import textwrap
 from collections import Counter
@@ -204,16 +205,15 @@ def list_differences(
     interval of `bootstrap_mean`, `p` the chance of `find_chance`: of three seeds never below 0.25.
     Where one of the two has no scores of seeds there is the mean alone.
     """
-    placed = {(cell["setting"], cell["method"]): cell for cell in cells}
     lines = []
-    for cell in cells:
-        setting, method = cell["setting"], cell["method"]
-        here = [other for other in cells if other["setting"] == setting]
-        best = max(here, key=lambda other: np.nan_to_num(other["score"], nan=0.0))["method"]
-        for minus in dict.fromkeys([*against, best]):
-            if minus == method or (setting, minus) not in placed:
+    for setting in dict.fromkeys(cell["setting"] for cell in cells):
+        here = {cell["method"]: cell for cell in cells if cell["setting"] == setting}
+        best = max(here, key=lambda method: np.nan_to_num(here[method]["score"], nan=0.0))
+        named = [name for name in dict.fromkeys([*against, best]) if name in here]
+        for method, minus in itertools.product(here, named):
+            if minus == method:
                 continue
-            other = placed[setting, minus]
+            cell, other = here[method], here[minus]
             pairs = zip(cell["scores"], other["scores"], strict=False)
             gaps = [float(np.subtract(*np.nan_to_num(pair, nan=0.0))) for pair in pairs]
             found = bootstrap_mean(gaps or [cell["score"] - other["score"]])
