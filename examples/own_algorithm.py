@@ -11,7 +11,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import every_round, met_groups
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report
 
@@ -23,10 +23,10 @@ def sticky_ifca(task, local, system, *, m: int, gain: float = 0.1):
     """IFCA whose clients change groups only for a loss that is lower by the share `gain`."""
     losses = over_clients(training_loss(task), local.execution)
 
-    def choose(key, state, data, cohort):
-        loss = losses(cohort, data, state.groups)  # [S, m]: every client, every model
+    def choose(r):
+        loss = losses(r.cohort, r.data, r.state.groups)  # [S, m]: every client, every model
         best = jnp.argmin(loss, axis=1)  # [S]
-        old = met_groups(state, cohort)  # [S], -1 for a newcomer
+        old = met_groups(r.state, r.cohort)  # [S], -1 for a newcomer
         old_loss = jnp.take_along_axis(loss, jnp.maximum(old, 0)[:, None], axis=1)[:, 0]
         stay = (old >= 0) & (loss.min(axis=1) > (1 - gain) * old_loss)
         return jnp.where(stay, old, best), make_report()

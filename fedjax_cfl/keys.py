@@ -13,9 +13,9 @@ from fedjax_cfl.types import Key
 
 # Purposes: every draw of a run is made with fold_in(key, purpose), then the round, then the
 # client's id; never with a position in the cohort.
-SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(
-    PURPOSES := 10
-)
+SELECT, START, ASSIGN, PREPARE, TRAIN, DRIFT, MIGRATE, FAULTS, BYZANTINE, REGROUP = range(10)
+AGGREGATE, FINISH = 10, 11
+PURPOSES = 12
 
 ROUNDS = 16  # of swap-or-not: 8 fail tests of uniformity, 16 pass them
 BLOCK = 64  # positions of a pass that a table is filled with at once

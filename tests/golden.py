@@ -59,6 +59,27 @@ def list_runs() -> dict[str, list[list[str]]]:
         "preset-fedscale": ["algorithm=fielding", "preset=fedscale"],
         "dual": ["algorithm=fedprox", "model=mlp", "local.first_layer=dual"],
     }
+    layers = [name for name in names("personal") if name != "none"]
+    with_layers = {name: f"personal={name}" for name in layers}
+    mlp = ["model=mlp", "local.epochs=2", "local.momentum=0.5"]  # some layers split the model
+    for name, layer in with_layers.items():
+        model = ["model=resnet18_bn", "rounds=1"] if name == "fedbn" else mlp
+        once[f"personal-{name}"] = [*IFCA, layer, *model]
+    once |= {
+        "personal-epochs": [*IFCA, "personal=ditto", "personal.epochs=2"],
+        "personal-adaptive": ["algorithm=fedavg", "personal=apfl", "personal.adaptive=true"],
+        "personal-second": [
+            "algorithm=fedavg",
+            "personal=per_fedavg",
+            "personal.second_order=true",
+        ],
+        "personal-judge": [*IFCA, "model=mlp", "personal=fedper", "personal.judge=own"],
+        "personal-lanes": [*IFCA, "personal=ditto", "local.executor=lanes", "local.width=4"],
+        "personal-host": ["algorithm=ifca", "algorithm.m=2", "personal=apfl", "resident=host"],
+        "personal-faults": [*IFCA, "personal=scaffold", "faults.dropout=0.3", *SWAP],
+        "personal-cfl": ["algorithm=cfl", "personal=scaffold", "local.momentum=0.5"],
+        "personal-new": [*IFCA, "personal=ditto", "evaluate.new_clients=0.2"],
+    }
     runs = {name: [[*SMALL, *settings]] for name, settings in once.items()}
     first = [*SMALL, "algorithm=flexcfl", *SWAP]
     runs["resume"] = [[*first, "rounds=2"], first]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import ledger, matrix
 
-from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.round.aggregate import (
     add_inter_group,
     cohort_mean,
@@ -18,6 +18,7 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.types import Cohort, Upload
 
@@ -45,13 +46,9 @@ def combined(part, delta, weight, gid, groups=1, rank=None, client_extra=()):
     """Returns (step [m], mass [m]) as NumPy arrays."""
     rank = jnp.arange(len(gid)) if rank is None else jnp.array(rank)
     state = SimpleNamespace(active=jnp.ones(groups, bool), round=jnp.int32(0))
-    step, mass = part(
-        sent(delta, weight),
-        jnp.array(gid),
-        Cohort(ids=jnp.arange(len(gid)), rank=rank),
-        client_extra,
-        state,
-    )
+    cohort = Cohort(ids=jnp.arange(len(gid)), rank=rank)
+    work = full_work(jnp.array(gid))._replace(client_extra=client_extra)
+    step, mass = part(Round(KEY, state, None, cohort, work, sent(delta, weight)))
     return np.asarray(step["w"])[:, 0], np.asarray(mass)
 
 
@@ -131,7 +128,7 @@ def mixed(finish, groups, owning):
         traffic=make_traffic(),
     )
     state.replace = lambda **changes: SimpleNamespace(**changes)
-    after = finish(state, None, None, None, None)
+    after = finish(Round(KEY, state, None))
     return matrix(after.groups), ledger(after.traffic)
 
 

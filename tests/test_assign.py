@@ -17,6 +17,7 @@ from fedjax_cfl.clustering.assign import (
     nearest_direction,
     random_group,
 )
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import reports
 from fedjax_cfl.system.reports import make_count, make_report, no_faults
 from fedjax_cfl.types import Cohort, State
@@ -62,13 +63,13 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             )
     choose = jax.jit(best_model(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    chosen, _ = choose(KEY, met(models, [-1] * 14), toy, cohort)
+    chosen, _ = choose(Round(KEY, met(models, [-1] * 14), toy, cohort))
     np.testing.assert_array_equal(chosen, table.argmin(1))
     assert chosen[2] == 0, "ties, here the client without data, go to the lowest number"
     popular = int(np.bincount(chosen).argmax())
     active = np.arange(3) != popular
     np.testing.assert_array_equal(
-        choose(KEY, met(models, [-1] * 14, active), toy, cohort)[0],
+        choose(Round(KEY, met(models, [-1] * 14, active), toy, cohort))[0],
         np.where(active, table, np.inf).argmin(1),
     )
 
@@ -76,7 +77,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
 def test_every_round_charges_the_real_clients(toy, models):
     cohort = Cohort(ids=jnp.array([3, 14, 5, 14, 0]), rank=jnp.arange(5))
     gid, report = every_round(lambda *_: (jnp.array([2, 0, 1, 0, 2]), make_report()))(
-        KEY, met(models, [-1] * 14), toy, cohort
+        Round(KEY, met(models, [-1] * 14), toy, cohort)
     )
     assert gid.tolist() == [2, 0, 1, 0, 2]
     cost = ledger(report.traffic)
@@ -86,14 +87,15 @@ def test_every_round_charges_the_real_clients(toy, models):
 def test_cold_start_touches_only_newcomers(toy, models):
     asked = []
 
-    def choose(key, state, data, newcomers):
+    def choose(r):
+        newcomers = r.cohort
         asked.append(newcomers.ids.tolist())
         bad = no_faults().replace(nonfinite=jnp.int32(7))
         return jnp.full(newcomers.ids.shape, 2), make_report(fault_counts=bad)
 
     state = met(models, [0, 1, -1, 1, -1, *[0] * 9])
     cohort = Cohort(ids=jnp.array([1, 4, 14, 0, 2, 3]), rank=jnp.arange(6))
-    gid, report = cold_start(choose)(KEY, state, toy, cohort)
+    gid, report = cold_start(choose)(Round(KEY, state, toy, cohort))
     # client 2 has no samples to choose by
     assert asked == [[14, 4, 14, 14, 14, 14]], "the others are shown as empty slots"
     assert gid[jnp.array([0, 1, 3, 5])].tolist() == [1, 2, 0, 1]
@@ -117,7 +119,7 @@ def test_nearest_direction_finds_the_planted_group(toy):
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
     chosen, _ = nearest_direction(pretrain)(
-        KEY, met(directions, [-1] * 14, memory=memory), toy, cohort
+        Round(KEY, met(directions, [-1] * 14, memory=memory), toy, cohort)
     )
     assert chosen.tolist() == [0, 1, 2, 1]
 
@@ -125,10 +127,10 @@ def test_nearest_direction_finds_the_planted_group(toy):
 def test_random_group_depends_on_the_client_and_uses_every_group(toy, models):
     state = met(models, [-1] * 14)
     ids = jnp.arange(300)
-    drawn, _ = random_group(KEY, state, toy, Cohort(ids=ids, rank=ids))
+    drawn, _ = random_group(Round(KEY, state, toy, Cohort(ids=ids, rank=ids)))
     assert (np.bincount(drawn, minlength=3) > 60).all() and set(drawn.tolist()) == {0, 1, 2}
     chex.assert_trees_all_equal(
-        random_group(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids))[0][::-1], drawn
+        random_group(Round(KEY, state, toy, Cohort(ids=ids[::-1], rank=ids)))[0][::-1], drawn
     )
 
 
@@ -138,9 +140,9 @@ def test_a_model_that_is_not_finite_is_never_chosen(toy, linear, local, models, 
     """Nor one whose losses are not."""
     broken = jax.tree.map(lambda leaf: leaf.at[place].set(bad * jnp.sign(leaf[0])), models)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    chosen, _ = best_model(linear, local)(KEY, met(broken, [-1] * 14), toy, cohort)
+    chosen, _ = best_model(linear, local)(Round(KEY, met(broken, [-1] * 14), toy, cohort))
     usable = jnp.arange(3) != place
-    left, _ = best_model(linear, local)(KEY, met(models, [-1] * 14, usable), toy, cohort)
+    left, _ = best_model(linear, local)(Round(KEY, met(models, [-1] * 14, usable), toy, cohort))
     has_data = np.asarray(toy.train.size) > 0
     np.testing.assert_array_equal(chosen[has_data], left[has_data])
 
@@ -158,7 +160,7 @@ def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
 
     cohort = Cohort(ids=jnp.arange(4), rank=jnp.arange(4))
     state = met(directions, [-1] * 14, memory=memory)
-    chosen, _ = nearest_direction(pretrain)(KEY, state, toy, cohort)
+    chosen, _ = nearest_direction(pretrain)(Round(KEY, state, toy, cohort))
     assert chosen.tolist() == [2, 2, 3, 3]
 
 
@@ -168,15 +170,15 @@ def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
     cohort = Cohort(jnp.array([0, 3, 14], jnp.int32), jnp.arange(3, dtype=jnp.int32))
     state = met(models, [-1] * 14)
 
-    def choose(key, state, data, cohort):
+    def choose(r):
         each = make_report(reports.make_traffic(units_up=1, words_up=jnp.array([5, 6, 0])))
         return jnp.zeros(3, jnp.int32), each
 
-    def choose_silently(key, state, data, cohort):
+    def choose_silently(r):
         return jnp.zeros(3, jnp.int32), make_report()
 
     loud, silent = (
-        ledger(reports.add_traffic(wrap(one)(KEY, state, toy, cohort)[1].traffic))
+        ledger(reports.add_traffic(wrap(one)(Round(KEY, state, toy, cohort))[1].traffic))
         for one in (choose, choose_silently)
     )
     assert loud.words_up - silent.words_up == 11 and loud.units_up - silent.units_up == 1

@@ -14,6 +14,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 
 auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the function, too
@@ -157,7 +158,7 @@ def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
         assignment=jnp.zeros(14, jnp.int32),
     )
     join = auxo.split_and_join(auxo.split_at([5]), 0.0)
-    after, _ = at_once(join, jax.random.key(0), full, toy)
+    after, _ = join(Round(jax.random.key(0), full, toy))
     assert np.flatnonzero(after.assignment).tolist() == [3]
 
 
@@ -180,7 +181,7 @@ def test_clients_explore_less_and_less(toy, linear, local):
     )
     migrate = auxo.split_and_join(auxo.split_at([5]), 0.8)
     data = SimpleNamespace(num_clients=clients, train=SimpleNamespace(size=jnp.ones(clients)))
-    go = jax.jit(lambda state: migrate(jax.random.key(0), state, data)[0])
+    go = jax.jit(lambda state: migrate(Round(jax.random.key(0), state, data))[0])
     for round, wanted in ((0, 1600), (69, 800), (2000, 0)):
         after = go(state.replace(round=jnp.int32(round)))
         assert abs(int(jnp.sum(after.assignment == 0)) - wanted) <= 120 * (wanted > 0)

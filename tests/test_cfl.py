@@ -16,8 +16,10 @@ from test_fesem import planted, play
 
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
+from fedjax_cfl.client.local import full_work
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import select
@@ -291,12 +293,10 @@ def test_a_cut_is_the_best_of_all(seed):
     def cut(gamma_max):
         regroup = bipartition(only_group_1, "single", gamma_max, False)
         return at_once(
-            regroup,
-            KEY,
+            lambda *r: regroup(Round(KEY, r[0], data, *r[1:])),
             blank(4, 10, assignment),
-            data,
             cohort,
-            jnp.asarray(assignment[slots], jnp.int32),
+            full_work(jnp.asarray(assignment[slots], jnp.int32)),
             upload_of(rows[slots]),
         )
 
@@ -332,7 +332,8 @@ def test_gamma_must_exceed_its_limit(sign, gamma):
         regroup = bipartition(lambda *given: jnp.array([True, False]), "single", limit, False)
         state = blank(2, 4, [0, 0, 0, 0])
         cohort = Cohort(ids, ids)
-        state, _ = at_once(regroup, KEY, state, data, cohort, 0 * ids, upload_of(rows))
+        r = Round(KEY, state, data, cohort, full_work(0 * ids), upload_of(rows))
+        state, _ = regroup(r)
         assert state.active.tolist() == [True, cut]
 
 

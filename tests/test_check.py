@@ -12,7 +12,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation.check import (
     check_newcomers,
@@ -30,8 +30,8 @@ def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
     def start(key, data):
         return random_groups(task, m)(key, data)._replace(memory=memory)
 
-    def assign(key, state, data, cohort):
-        return cohort.ids % m, make_report()
+    def assign(r):
+        return r.cohort.ids % m, make_report()
 
     given = {"start": start, "assign": assign} | hooks
     algorithm = cfl.federated(task, local, system, Hooks(sgd(task, local), **given))
@@ -51,18 +51,18 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
     not finite, serves nobody, gives everyone a group and listens to its first slot alone.
     """
 
-    def assign(key, state, data, cohort):
-        sent = make_traffic(words_up=jnp.full(cohort.ids.shape, -1))
-        return jnp.where(cohort.ids == 3, 2, 0), make_report(sent)
+    def assign(r):
+        sent = make_traffic(words_up=jnp.full(r.cohort.ids.shape, -1))
+        return jnp.where(r.cohort.ids == 3, 2, 0), make_report(sent)
 
-    def aggregate(upload, gid, cohort, client_extra, state):
-        first = jnp.argmin(cohort.rank)
-        step = jax.tree.map(lambda leaf: jnp.stack([leaf[first], leaf[0] / 0.0]), upload.delta)
+    def aggregate(r):
+        first = jnp.argmin(r.cohort.rank)
+        step = jax.tree.map(lambda leaf: jnp.stack([leaf[first], leaf[0] / 0.0]), r.upload.delta)
         return step, jnp.ones(2)
 
-    def finish(state, before, cohort, gid, upload):
-        everyone = jnp.maximum(state.assignment, 0)
-        return state.replace(assignment=everyone)
+    def finish(r):
+        everyone = jnp.maximum(r.state.assignment, 0)
+        return r.state.replace(assignment=everyone)
 
     def serve(state):
         return cfl.ServedModels(state.groups, jnp.full(state.assignment.size, 2))
@@ -83,9 +83,9 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
 
 
 def test_a_state_that_changes_its_shape(linear, toy):
-    def finish(state, before, cohort, gid, upload):
-        memory = {"seen": upload.loss, "sum": state.memory["sum"] / 2}
-        return state.replace(memory=memory)
+    def finish(r):
+        memory = {"seen": r.upload.loss, "sum": r.state.memory["sum"] / 2}
+        return r.state.replace(memory=memory)
 
     memory = {"seen": jnp.zeros(0), "sum": jnp.zeros(2, int)}
     names, text = broken_rules(linear, toy, memory=memory, finish=finish)
@@ -96,8 +96,8 @@ def test_a_state_that_changes_its_shape(linear, toy):
 
 @pytest.mark.nightly
 def test_a_number_without_a_type_compiles_twice(linear, toy):
-    def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=jnp.float32(1.0) + state.memory)
+    def finish(r):
+        return r.state.replace(memory=jnp.float32(1.0) + r.state.memory)
 
     names, text = broken_rules(linear, toy, memory=0.0, finish=finish)
     assert names == ["compiled once"]
@@ -112,9 +112,9 @@ def test_a_number_without_a_type_compiles_twice(linear, toy):
     ],
 )
 def test_what_cannot_be_traced(linear, toy, hook, said):
-    def aggregate(upload, gid, cohort, client_extra, state):
-        step, mass = weighted_mean(upload, gid, cohort, client_extra, state)
-        return step, mass * hook(upload)
+    def aggregate(r):
+        step, mass = weighted_mean(r)
+        return step, mass * hook(r.upload)
 
     names, text = broken_rules(linear, toy, aggregate=aggregate)
     assert names == ["round"]

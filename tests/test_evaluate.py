@@ -23,7 +23,7 @@ from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import RunError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
@@ -260,8 +260,8 @@ def test_discard_rule(toy, linear, local, rule, hidden):
 
 @pytest.mark.nightly
 def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
-    def choose(key, state, data, cohort):
-        return jnp.where(cohort.ids == 5, 3, 0), make_report()
+    def choose(r):
+        return jnp.where(r.cohort.ids == 5, 3, 0), make_report()
 
     hooks = Hooks(sgd(linear, local), random_groups(linear, 3), assign=choose)
     algorithm = federated(linear, local, select.rr_then_random(5), hooks)

@@ -31,7 +31,7 @@ from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.keys import FAULTS, START, derive_key
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks, Round
 from fedjax_cfl.round.start import count_groups, random_groups
 from fedjax_cfl.simulation.rows import raise_if_nonfinite
 from fedjax_cfl.system import faults, power_of_choice, select
@@ -210,10 +210,12 @@ def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
 def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
-    def without_them(upload, gid, cohort, client_extra, state):
-        gone = faults.draw_failures(derive_key(KEY, FAULTS, round), faults.DROPOUT, cohort, chance)
-        left = upload.replace(weight=jnp.where(gone, 0.0, upload.weight))
-        return weighted_mean(left, gid, cohort, client_extra, state)
+    def without_them(r):
+        gone = faults.draw_failures(
+            derive_key(KEY, FAULTS, round), faults.DROPOUT, r.cohort, chance
+        )
+        left = r.upload.replace(weight=jnp.where(gone, 0.0, r.upload.weight))
+        return weighted_mean(r._replace(upload=left))
 
     def by_hand(task, local, select):
         hooks = Hooks(sgd(task, local), aggregate=without_them)
@@ -315,10 +317,10 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
     """
     chance, bad = 0.5, 9
 
-    def prepare(key, state, data, cohort, work):
-        real = cohort.ids < CLIENTS
+    def prepare(r):
+        real = r.cohort.ids < CLIENTS
         sent = make_traffic(units_down=real, units_up=2 * real, words_up=3 * real)
-        return work, make_report(sent, early=make_traffic(words_up=100 * real))
+        return r.work, make_report(sent, early=make_traffic(words_up=100 * real))
 
     def solve(client, data, shared, work):
         def send(upload):
@@ -326,8 +328,8 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
 
         return then(sgd(linear, local)(client, data, shared, work), send)
 
-    def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=cohort.put(state.memory, upload.extra))
+    def finish(r):
+        return r.state.replace(memory=r.cohort.put(r.state.memory, r.upload.extra))
 
     def start(key, data):
         return random_groups(linear, 1)(key, data)._replace(memory=jnp.zeros(CLIENTS))
@@ -367,7 +369,7 @@ def test_a_loss_that_is_not_finite_is_not_remembered():
     np.testing.assert_array_equal(chosen, [1, 5, 1, 1])
     memory = DriftLosses(jnp.ones(4), None, None, None)
     state = State(*[None] * len(dataclasses.fields(State))).replace(memory=memory)
-    after = remember_losses(state, None, cohort, None, upload)
+    after = remember_losses(Round(None, state, None, cohort, None, upload))
     np.testing.assert_array_equal(after.memory.best, [1, 5, 1, 1])
     tried = OortMemory(jnp.ones(4), *[jnp.zeros(4)] * 3, jnp.int32(1), 0.0, 0.0, jnp.zeros(2))
     known = remember(tried, cohort, upload, None)

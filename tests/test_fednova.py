@@ -13,8 +13,10 @@ from test_reference import KEY, batches_of, cohort_of, gradient, models_of, pass
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.fednova import find_length, mean_of_normalized
+from fedjax_cfl.client.local import full_work
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.personal import ditto, scaffold
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Upload
 
@@ -103,9 +105,10 @@ def test_a_mean_by_hand():
     extra = jnp.array([2.0, 3.0, 0.0, 5.0]), jnp.array([4.0, 8.0, 0.0, 5.0])
     upload = Upload(delta, weight, weight, weight, jnp.arange(4), jnp.zeros(4), extra=extra)
     state = SimpleNamespace(active=jnp.ones(3, bool))
+    work = full_work(jnp.array([0, 0, 0, 2]))
     for by_steps, first in ((False, (1 / 4 + 3 / 4 * 2) * 11 / 4), (True, (1 / 4 + 3 / 2) * 7)):
         aggregate = mean_of_normalized(by_steps)
-        step, mass = aggregate(upload, jnp.array([0, 0, 0, 2]), None, (), state)
+        step, mass = aggregate(Round(None, state, None, None, work, upload))
         np.testing.assert_array_equal(mass, [4, 0, 2])
         np.testing.assert_allclose(step["w"][:, 0], [first, 0.0, 5.0], rtol=1e-6)
         np.testing.assert_allclose(step["batch_stats"][:, 0], [3 / 4, 0.0, 3.0], rtol=1e-6)

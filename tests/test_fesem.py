@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, build, ledger, matrix, nightly, shuffled, spent
+from conftest import build, ledger, matrix, nightly, shuffled, spent
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -32,6 +32,7 @@ from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, Traffic, Upload
 
@@ -322,13 +323,14 @@ def test_stored_mean_by_hand():
         upload_of([3.0, 0.0, 0.0], [5, 0, 0]),
         jnp.array([0, 1, 0]),
     )
-    step, mass = at_once(stored_mean, upload, gid, cohort, (), state)
+    r = Round(KEY, state, None, cohort, full_work(gid), upload, state)
+    step, mass = stored_mean(r)
     np.testing.assert_allclose(
         (state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6
     )
     assert mass.tolist() == [2, 2, 0, 0]
     state.replace = lambda memory: memory
-    kept = keep_models()(state, state, cohort, gid, upload)
+    kept = keep_models()(r)
     assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
     assert kept.known.tolist() == memory.known.tolist()
 
@@ -338,7 +340,7 @@ def test_pull_of_eq_8_by_hand():
     data = SimpleNamespace(num_clients=4, train=SimpleNamespace(size=jnp.array([8, 2, 0, 30])))
     cohort = Cohort(jnp.array([3, 0, 1, 4]), jnp.arange(4))
     _, prepare = pull_by_size(SimpleNamespace(loss=None, sample_loss=None, penalty=None), 0.5)
-    work, _ = prepare(KEY, None, data, cohort, full_work(0 * cohort.ids))
+    work, _ = prepare(Round(KEY, None, data, cohort, full_work(0 * cohort.ids)))
     np.testing.assert_allclose(
         work.client_extra[:3], [2 * 0.5 * 40 / (4 * n) for n in (30, 8, 2)], rtol=1e-6
     )

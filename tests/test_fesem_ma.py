@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, build, ledger, matrix, nightly, spent
+from conftest import build, ledger, matrix, nightly, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play
@@ -30,6 +30,7 @@ from fedjax_cfl.algorithms.fesem.matching import (
 )
 from fedjax_cfl.algorithms.fesem.start import ClientModels
 from fedjax_cfl.client.executor import just, run_one
+from fedjax_cfl.client.local import full_work
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.zoo import (
     MCLR,
@@ -42,6 +43,7 @@ from fedjax_cfl.models.zoo import (
     MnistCNN,
     StackedLSTM,
 )
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
@@ -240,14 +242,15 @@ def test_class_means_by_hand():
         start_group=jnp.zeros(2, jnp.int32),
     )
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
-    step, mass = at_once(class_weighted_mean("head"), upload, gid, cohort, (), state)
+    r = Round(None, state, None, cohort, full_work(gid), upload)
+    step, mass = class_weighted_mean("head")(r)
     found = (state.groups["head"]["kernel"] + step["head"]["kernel"])[:, 0]
     np.testing.assert_allclose(
         found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6
     )
     np.testing.assert_allclose(found[1], [5, 5, 5], rtol=1e-6)
-    np.testing.assert_allclose(mass, stored_mean(upload, gid, cohort, (), state)[1])
-    step, mass = mean_over_cohort(class_weighted_mean("head"))(upload, gid, cohort, (), state)
+    np.testing.assert_allclose(mass, stored_mean(r)[1])
+    step, mass = mean_over_cohort(class_weighted_mean("head"))(r)
     np.testing.assert_allclose(
         (state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6
     )

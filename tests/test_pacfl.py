@@ -22,6 +22,7 @@ from fedjax_cfl.algorithms.pacfl import angles, class_directions, leading_direct
 from fedjax_cfl.clustering.one_shot import join_or_found
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import make_report
@@ -236,7 +237,7 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
 
     mesh = local.execution.mesh
     take_in = join_or_found(describe, bill, lambda bases: apart, 30.0, mesh)
-    after, _ = take_in(KEY, state, four)
+    after, _ = take_in(Round(KEY, state, four))
     assert after.assignment[:4].tolist() == [0, 1, 1, 1]
     assert after.assignment[4:].tolist() == [-1] * 10 and after.active.all()
 

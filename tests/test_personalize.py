@@ -17,7 +17,7 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.runs.results import SIMILARITY_FILE, read_clients, read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
@@ -239,9 +239,9 @@ def personal(task, local, select):
         initial = random_groups(task, 1)(key, data)
         return initial._replace(memory=copy_model(task.init(key), data.num_clients))
 
-    def finish(state, before, cohort, gid, upload):
-        trained = jax.tree.map(lambda old, new: old[0] + new, before.groups, upload.delta)
-        return state.replace(memory=jax.tree.map(cohort.put, state.memory, trained))
+    def finish(r):
+        trained = jax.tree.map(lambda old, new: old[0] + new, r.before.groups, r.upload.delta)
+        return r.state.replace(memory=jax.tree.map(r.cohort.put, r.state.memory, trained))
 
     hooks = Hooks(sgd(task, local), start, finish=finish)
     return federated(task, local, wrapped, hooks)._replace(

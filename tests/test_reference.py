@@ -19,7 +19,7 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.keys import ASSIGN, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, Start
+from fedjax_cfl.round.method import Hooks, Start
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.availability import online_by_intervals
@@ -279,13 +279,13 @@ def test_clients_that_move_after_training_bring_their_models(toy, linear, local)
     """
     everybody, fresh = select.full_participation(), jax.vmap(linear.init)(jax.random.split(KEY, 3))
 
-    def regroup(key, state, data, cohort, gid, upload):
-        groups = jax.tree.map(lambda old, new: old.at[2].set(new[2]), state.groups, fresh)
-        moved = jnp.where(cohort.ids % 3 == 0, gid + 1, gid)
-        return state.replace(groups=groups), moved
+    def regroup(r):
+        groups = jax.tree.map(lambda old, new: old.at[2].set(new[2]), r.state.groups, fresh)
+        moved = jnp.where(r.cohort.ids % 3 == 0, r.group + 1, r.group)
+        return r.state.replace(groups=groups), moved
 
-    def assign(key, state, data, cohort):
-        return cohort.ids % 2, make_report()
+    def assign(r):
+        return r.cohort.ids % 2, make_report()
 
     solve = sgd(linear, local)
     hooks = Hooks(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
@@ -416,8 +416,8 @@ def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, 
     clock = clock._replace(presence=online, per_group=per_group)
     pick = select.uniform(9)
 
-    def assign(key, state, data, cohort):
-        return cohort.ids % 2, make_report()
+    def assign(r):
+        return r.cohort.ids % 2, make_report()
 
     def start(key, data):
         models = jax.vmap(linear.init)(jax.random.split(key, 2))

@@ -43,7 +43,7 @@ from fedjax_cfl.personal import ditto, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_rows import find_members, renew_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, Start
+from fedjax_cfl.round.method import Hooks, Start
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 
@@ -169,11 +169,11 @@ def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
         none = jax.tree.map(lambda leaf: jnp.zeros((COHORT, *leaf.shape[1:])), groups)
         return Start(groups, memory=(none, none))
 
-    def regroup(key, state, data, cohort, gid, upload):
-        return state.replace(memory=(seen(upload.delta), state.memory[1])), gid
+    def regroup(r):
+        return r.state.replace(memory=(seen(r.upload.delta), r.state.memory[1])), r.group
 
-    def finish(state, before, cohort, gid, upload):
-        return state.replace(memory=(state.memory[0], seen(upload.delta)))
+    def finish(r):
+        return r.state.replace(memory=(r.state.memory[0], seen(r.upload.delta)))
 
     hooks = Hooks(
         sgd(linear, local), start=start, regroup=regroup, aggregate=uniform_mean, finish=finish
@@ -220,10 +220,11 @@ def test_who_moves_by_its_update_begins_anew(toy, linear, local, cut):
         groups = jax.vmap(linear.init)(jax.random.split(key))
         return Start(groups, jnp.zeros(data.num_clients, jnp.int32))
 
-    def regroup(key, state, data, cohort, gid, upload):
+    def regroup(r):
+        state = r.state
         groups = jax.tree.map(lambda leaf: leaf.at[1].set(leaf[0]), state.groups)
         state = state.replace(groups=groups) if cut else state
-        return state, (cohort.ids % 2).astype(jnp.int32)
+        return state, (r.cohort.ids % 2).astype(jnp.int32)
 
     hooks = Hooks(sgd(linear, local), start=start, assign=keep_groups, regroup=regroup)
     algorithm = federated(linear, corrected(local), select.full_participation(), hooks)

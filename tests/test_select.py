@@ -23,6 +23,7 @@ from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key, draw_permutation
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.power_of_choice import rpow_d
@@ -130,7 +131,7 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
     @jax.jit
     def effort(key):
         prepare, cohort = partial_epochs(share, 5), Cohort(ids=ids, rank=ids)
-        return prepare(key, None, toy, cohort, full_work(0 * ids))[0].step_fraction
+        return prepare(Round(key, None, toy, cohort, full_work(0 * ids)))[0].step_fraction
 
     seen = set()
     for seed in range(12):
@@ -143,7 +144,8 @@ def test_stragglers_are_a_share_of_the_cohort(toy, share, slow):
 
 def test_stragglers_of_one_epoch_have_nothing_to_drop(toy):
     ids = jnp.arange(6)
-    work, _ = partial_epochs(1.0, 1)(KEY, None, toy, Cohort(ids=ids, rank=ids), full_work(0 * ids))
+    r = Round(KEY, None, toy, Cohort(ids=ids, rank=ids), full_work(0 * ids))
+    work, _ = partial_epochs(1.0, 1)(r)
     assert work.step_fraction.tolist() == [1.0] * 6
 
 

@@ -43,6 +43,7 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
+from fedjax_cfl.round.method import Round
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import faults, select
@@ -390,8 +391,8 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     cohort = make_cohort(jnp.array([1]), toy, local.execution)
     groups = jax.tree.map(lambda leaf: leaf[None], model)
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
-    work = full_work(jnp.zeros(1, jnp.int32))
-    prepared, report = attach_losses(linear, local)(jax.random.key(0), state, toy, cohort, work)
+    r = Round(jax.random.key(0), state, toy, cohort, full_work(jnp.zeros(1, jnp.int32)))
+    prepared, report = attach_losses(linear, local)(r)
     assert count_bytes(add_traffic(report.traffic), 0) == (0, 4)  # one client, one word
     rows = np.flatnonzero(np.asarray(toy.owner) == 1)
     rows = rows[np.isin(rows, np.asarray(toy.train.order))]

@@ -17,21 +17,18 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks
+from fedjax_cfl.round.method import FinishFn, Hooks, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
-    Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import BelowOne, check_arguments
 
@@ -81,12 +78,11 @@ def start_still(groups: Params, data: FederatedData) -> Movement:
     return Movement(jnp.zeros((), jnp.int32), nothing, zero, zero, jnp.ones(()))
 
 
-def scale_steps(
-    key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-) -> tuple[Work, Report]:
+def scale_steps(r: Round) -> tuple[Work, Report]:
     """Gives the cohort the server's step size (a `PrepareFn`)."""
-    real = (cohort.ids < data.num_clients).astype(jnp.int32)
-    work = work._replace(lr_scale=work.lr_scale * state.memory.scale)
+    work = r.work
+    real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
+    work = work._replace(lr_scale=work.lr_scale * r.state.memory.scale)
     return work, make_report(make_traffic(words_down=real))
 
 
@@ -95,11 +91,10 @@ def follow_model(beta: float, harmonic: bool) -> FinishFn:
     `adaptive_fedavg`.
     """
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
+    def finish(r: Round) -> State:
+        state = r.state
         moved = move_on(state.memory, drop_statistics(state.groups), beta, harmonic)
-        used = jnp.any(upload.weight > 0)
+        used = jnp.any(r.upload.weight > 0)
         memory = jax.tree.map(lambda new, old: jnp.where(used, new, old), moved, state.memory)
         return state.replace(memory=memory)
 

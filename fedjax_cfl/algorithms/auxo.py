@@ -27,7 +27,7 @@ from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn
+from fedjax_cfl.round.method import Hooks, MigrateFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
@@ -35,14 +35,12 @@ from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
@@ -155,9 +153,10 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
     group of their best score: all of them after a cut, else those of the last round.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        chance_key, choice = jax.random.split(key)
-        memory, m, clients = state.memory, state.active.size, data.num_clients
+    def migrate(r: Round) -> tuple[State, Report]:
+        state = r.state
+        chance_key, choice = jax.random.split(r.key)
+        memory, m, clients = state.memory, state.active.size, r.data.num_clients
         own = jnp.where(state.assignment >= 0, state.assignment, m)
         sizes = jnp.zeros(m, jnp.int32).at[own].add(1, mode="drop")
         chosen = split(memory, sizes, state.active) & state.active & (state.round > 0)
@@ -166,7 +165,7 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
         memory, active = state.memory, state.active
         everybody = active.sum() > before
         # a client that has never had samples has nothing to choose by, and joins when it has some
-        able = (data.train.size > 0) | (memory.count.sum(1) > 0)
+        able = (r.data.train.size > 0) | (memory.count.sum(1) > 0)
         joining = (memory.joining | everybody | (state.assignment < 0)) & able
         best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
         random = jax.random.randint(choice, (clients,), 0, active.sum())
@@ -315,28 +314,21 @@ def score_groups(
     return lax.map(of_group, jnp.arange(memory.rounds.size))
 
 
-def score_cohort(
-    mesh: Mesh | None,
-    key: Key,
-    state: State,
-    data: FederatedData,
-    cohort: Cohort,
-    gid: jax.Array,
-    upload: Upload,
-) -> tuple[State, jax.Array]:
+def score_cohort(mesh: Mesh | None, r: Round) -> tuple[State, jax.Array]:
     """Scores the clients of a round by their updates. They train on in their group, and may
     join another before the next round.
 
     Args: each device of `mesh` computes all scores by itself, None: one device; the others are
     those of `RegroupFn`, which this is without `mesh`.
     """
+    state, cohort = r.state, r.cohort
     memory, several = state.memory, state.active.sum() > 1
-    clients = jnp.minimum(cohort.ids, data.num_clients - 1)
-    sent, signature = upload.weight > 0, last_tenth(upload.delta)
+    clients = jnp.minimum(cohort.ids, r.data.num_clients - 1)
+    sent, signature = r.upload.weight > 0, last_tenth(r.upload.delta)
     sides, scores, named, members = on_every_device(score_groups, mesh)(
-        key, memory, clients, sent, gid, signature, several
+        r.key, memory, clients, sent, r.group, signature, several
     )
-    rows = jnp.where(sent, cohort.ids, data.num_clients)
+    rows = jnp.where(sent, cohort.ids, r.data.num_clients)
     side = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
     score = jnp.where(members.T, scores.T, memory.group[clients])
     memory = memory.replace(
@@ -347,4 +339,4 @@ def score_cohort(
         rounds=memory.rounds + state.active,
         joining=cohort.put(jnp.zeros_like(memory.joining), True, sent),
     )
-    return state.replace(memory=memory), gid
+    return state.replace(memory=memory), r.group

@@ -17,14 +17,13 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import put_first
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.types import (
     Algorithm,
     ClientIndex,
-    Cohort,
     FederatedData,
     Info,
     Key,
@@ -101,11 +100,10 @@ def pool_samples(data: FederatedData) -> FederatedData:
 def train_as_long_as(select: Selection, local: Local) -> PrepareFn:
     """Takes the share of the steps of E passes that makes it as many samples as a cohort sees."""
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        drawn = jax.eval_shape(lambda: select.select(key, select.init(data), state, data))
+    def prepare(r: Round) -> tuple[Work, Report]:
+        data = r.data
+        drawn = jax.eval_shape(lambda: select.select(r.key, select.init(data), r.state, data))
         share = drawn.size if local.steps is not None else drawn.size / data.num_clients
-        return work._replace(step_fraction=share * work.step_fraction), make_report()
+        return r.work._replace(step_fraction=share * r.work.step_fraction), make_report()
 
     return prepare

@@ -29,7 +29,7 @@ from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
+from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
@@ -37,14 +37,11 @@ from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
-    Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import (
     Fraction,
@@ -156,9 +153,8 @@ def descend_splits(train: TrainFn) -> AssignFn:
     similar mean update. Newcomers start in group 0. Each cut costs a model down and one up.
     """
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
         real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
         nothing = make_report(samples=jnp.zeros(clients.shape))
@@ -171,7 +167,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
                 cuts = tree.models, tree.parent_update, tree.split_update
                 model, stayed, left = jax.tree.map(lambda leaf: leaf[h][None], cuts)
                 trainees = cohort.replace(ids=jnp.where(undecided, cohort.ids, data.num_clients))
-                upload, more = train(jax.random.fold_in(key, h), model, trainees, data)
+                upload, more = train(jax.random.fold_in(r.key, h), model, trainees, data)
                 return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], more
 
             leaves, more = lax.cond(
@@ -207,20 +203,19 @@ def bipartition(
     share the updates, None: one device.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, cohort = r.state, r.cohort
         tree, m = state.memory, state.active.size
         passed = cohort.put(tree.last_split, jnp.sum(state.active) - 1)
-        ids, group, sent, delta = cohort.ids, gid, upload.weight > 0, upload.delta
+        ids, group, sent, delta = cohort.ids, r.group, r.upload.weight > 0, r.upload.delta
         if stale_updates:
-            rows = jnp.where(sent, ids, data.num_clients)
+            rows = jnp.where(sent, ids, r.data.num_clients)
             latest = put_models(tree.last_update, rows, delta, mesh)
             tree = tree.replace(
                 last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
             )
-            group = state.assignment.at[ids].set(gid, mode="drop")
-            ids, sent, delta = jnp.arange(data.num_clients), tree.known, latest
+            group = state.assignment.at[ids].set(r.group, mode="drop")
+            ids, sent, delta = jnp.arange(r.data.num_clients), tree.known, latest
         norm = jnp.sqrt(squared_norms(delta).sum(0))
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
         mean_norm = jnp.sqrt(squared_norms(mean).sum(0))

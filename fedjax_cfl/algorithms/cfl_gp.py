@@ -32,7 +32,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, RegroupFn
+from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, RegroupFn, Round
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -48,7 +48,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
 
@@ -148,16 +147,15 @@ def charge_criterion(local: Local, plan: Plan, project_to: int | None) -> Prepar
     nothing more.
     """
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        size = cohort.take(data.train.size)
-        other = (cohort.ids < data.num_clients) & (size > 0) & plan.is_due(state.round)
-        other &= work.group != plan.criterion(state.round)
+    def prepare(r: Round) -> tuple[Work, Report]:
+        state = r.state
+        size = r.cohort.take(r.data.train.size)
+        other = (r.cohort.ids < r.data.num_clients) & (size > 0) & plan.is_due(state.round)
+        other &= r.work.group != plan.criterion(state.round)
         words = project_to or sum(part[0].size for part in as_rows(state.groups))
         steps = local.batch_size * count_steps(local, size)
         sent = make_traffic(units_down=other, words_up=other * words)
-        return work, make_report(sent, samples=other * TRAIN_TO_INFERENCE * steps)
+        return r.work, make_report(sent, samples=other * TRAIN_TO_INFERENCE * steps)
 
     return prepare
 
@@ -171,14 +169,12 @@ def partition_updates(
     Args: `train` trains clients on the criterion; the others are as in `cfl_gp`.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, cohort, gid = r.state, r.cohort, r.group
+
         def cluster_again():
-            keys = jax.random.split(key)
-            delta, sent = update_criterion(
-                train, local, plan, keys[0], state, data, (cohort, gid, upload)
-            )
+            keys = jax.random.split(r.key)
+            delta, sent = update_criterion(train, local, plan, r._replace(key=keys[0]))
             memory = accumulate(plan, state, cohort, shorten(delta, project_to), sent)
             known, old = memory.known.any(1), cohort.put(state.assignment, gid)
             find = partial(find_groups, m=plan.m, restarts=restarts)
@@ -203,23 +199,19 @@ def update_criterion(
     train: TrainFn,
     local: Local,
     plan: Plan,
-    key: Key,
-    state: State,
-    data: FederatedData,
-    sent: tuple[Cohort, jax.Array, Upload],
+    r: Round,
 ) -> tuple[Params, jax.Array]:
     """Returns the clients' updates [S, ...] of the criterion, and which of them count [S] bool.
     Those of the criterion's group have trained it in this round already, the others do so aside.
 
-    Args: `train` and `plan` are those of `partition_updates`; `sent` is what reached the server of
-    this round's training: the cohort, its groups [S], the upload.
+    Args: `train` and `plan` are those of `partition_updates`; `r` is what `regroup` reads.
     """
-    cohort, gid, upload = sent
+    state, cohort, upload = r.state, r.cohort, r.upload
     criterion, answered = plan.criterion(state.round), upload.weight > 0
-    other = answered & (gid != criterion)
-    asked = cohort.replace(ids=jnp.where(other, cohort.ids, data.num_clients))
+    other = answered & (r.group != criterion)
+    asked = cohort.replace(ids=jnp.where(other, cohort.ids, r.data.num_clients))
     model = take_rows(state.groups, criterion[None])
-    aside, _ = train(key, model, asked, data, local.lr_scale(state.round))
+    aside, _ = train(r.key, model, asked, r.data, local.lr_scale(state.round))
     delta = where_rows(other, aside.delta, upload.delta)
     return delta, jnp.where(other, aside.weight > 0, answered)
 

@@ -31,7 +31,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_rows import take_own
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
+from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -39,14 +39,12 @@ from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -104,10 +102,9 @@ def cluster_losses(
     losses = over_clients(training_loss(task, personal=local.personal), local.execution)
     mesh = local.execution.mesh
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        keys, m, met = jax.random.split(key), state.active.size, met_groups(state, cohort)
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
+        keys, m, met = jax.random.split(r.key), state.active.size, met_groups(state, cohort)
         size = jnp.where(cohort.ids < data.num_clients, cohort.take(data.train.size), 0)
         at_random = (size > 0) & (first == "random") & (state.round == 0)
         asked = (size > 0) & ~at_random
@@ -164,13 +161,12 @@ def count_unmoved(stable: int) -> RegroupFn:
     then on groups are final. One that gets its first group changes it.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
-        answered, rounds = upload.weight > 0, state.memory.rounds
-        moved = jnp.any(answered & (gid != met_groups(state, cohort)))
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state = r.state
+        answered, rounds = r.upload.weight > 0, state.memory.rounds
+        moved = jnp.any(answered & (r.group != met_groups(state, r.cohort)))
         more = jnp.where(moved, 0, rounds + jnp.any(answered))
         rounds = jnp.where(rounds < stable, more, rounds)
-        return state.replace(memory=Unmoved(rounds.astype(jnp.int32))), gid
+        return state.replace(memory=Unmoved(rounds.astype(jnp.int32))), r.group
 
     return regroup

@@ -30,7 +30,7 @@ from fedjax_cfl.clustering.hierarchical import largest_gap
 from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or_found
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

@@ -23,7 +23,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import train_aside
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task

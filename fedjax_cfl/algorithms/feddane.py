@@ -17,7 +17,7 @@ from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.system import faults
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -26,11 +26,8 @@ from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
-    FederatedData,
-    Key,
     Report,
     Selection,
-    State,
     Task,
     Upload,
 )
@@ -72,10 +69,9 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
     """
     gradient = over_clients(gradient_step(task, local), local.execution)
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        draw, noise = jax.random.split(key)
+    def prepare(r: Round) -> tuple[Work, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
+        draw, noise = jax.random.split(r.key)
 
         def take_step(cohort: Cohort) -> Upload:  # delta = -lr grad F_i(w_t)
             work = full_work(jnp.zeros_like(cohort.ids))
@@ -95,6 +91,6 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         sent = make_traffic(units_down=real * (1 if select is None else 2), units_up=real)
         samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
         # the gradients of the first phase arrive
-        return work._replace(client_extra=correction), make_report(early=sent, samples=samples)
+        return r.work._replace(client_extra=correction), make_report(early=sent, samples=samples)
 
     return prepare

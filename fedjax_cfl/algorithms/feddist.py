@@ -10,8 +10,6 @@ Differs from the code of FeSEM: its FedDWS reads an undefined name; here it is t
 next to it (D31).
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -20,9 +18,9 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks
+from fedjax_cfl.round.method import AggregateFn, Hooks, Round
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, Params, State, Task, Upload
+from fedjax_cfl.types import Algorithm, Params, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 
@@ -69,13 +67,11 @@ def step_towards(
 def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
     """Divides the steps of `mean` by the number of clients that answered."""
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
-        step, mass = mean(upload, gid, cohort, client_extra, state)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        step, mass = mean(r)
 
         def divide(leaf):
-            return leaf / jnp.maximum(jnp.sum(upload.weight > 0), 1)
+            return leaf / jnp.maximum(jnp.sum(r.upload.weight > 0), 1)
 
         return jax.tree.map(divide, step), mass
 

@@ -32,21 +32,18 @@ from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn
+from fedjax_cfl.round.method import Hooks, MigrateFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
-    Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
@@ -156,14 +153,13 @@ def init_losses(m: int, groups: Params, data: FederatedData) -> DriftLosses:
     return DriftLosses(best, nobody, unused, jnp.zeros((), jnp.int32))
 
 
-def remember_losses(
-    state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> State:
+def remember_losses(r: Round) -> State:
     """Stores the losses of the models that clients of the cohort received: what later losses
     are compared with (a `FinishFn`).
     """
+    state, upload = r.state, r.upload
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
-    best = cohort.put(state.memory.best, upload.loss, known)
+    best = r.cohort.put(state.memory.best, upload.loss, known)
     return state.replace(memory=state.memory.replace(best=best))
 
 
@@ -233,15 +229,16 @@ def detect_drift(
     Every client downloads all models in use and sends one loss of each.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        data = r.data
         if not data.has_drift:
-            return state, make_report()
+            return r.state, make_report()
         nothing = report_losses(jnp.zeros(data.num_clients, jnp.int32), data)
         return lax.cond(
             jnp.any(data.shifted),
             lambda state: change_models(losses, delta, open_models, merge, state, data),
             lambda state: (state, nothing),
-            state,
+            r.state,
         )
 
     return migrate

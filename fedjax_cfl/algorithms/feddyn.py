@@ -11,7 +11,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.personal.feddyn import feddyn as dynamic_terms
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task

@@ -32,22 +32,19 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn
+from fedjax_cfl.round.method import FinishFn, Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
-    Key,
     Params,
     Report,
     ServedModels,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -161,12 +158,11 @@ def expect(task: Task, local: Local, m: int) -> PrepareFn:
     """
     estep = over_clients(share_samples(task), local.execution)
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        memory, size = state.memory, client_range(cohort.ids, data)[0]
+    def prepare(r: Round) -> tuple[Work, Report]:
+        data, cohort, work = r.data, r.cohort, r.work
+        memory, size = r.state.memory, client_range(cohort.ids, data)[0]
         known = memory.label_shares if with_labels(memory) else None
-        found = estep(cohort, data, (state.groups, known), cohort.take(memory.weights))
+        found = estep(cohort, data, (r.state.groups, known), cohort.take(memory.weights))
         share = size / jnp.maximum(jnp.sum(data.train.size), 1)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         models, words = real * (m - 1), real * m * data.num_classes * with_labels(memory)
@@ -249,21 +245,18 @@ def one_after_another(objective: Any, training: Training, data: FederatedData) -
     return Loop(m * plan.steps, (start, velocity, (nothing, nothing)), step, end)
 
 
-def mean_of_cohort(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
-) -> tuple[Params, jax.Array]:
+def mean_of_cohort(r: Round) -> tuple[Params, jax.Array]:
     """Averages each model's updates over the cohort, weighted by training samples."""
-    mean, mass = group_mean(upload.weight, jnp.zeros_like(gid), upload.delta, 1)
-    return take_rows(mean, 0), jnp.broadcast_to(mass, state.active.shape)
+    mean, mass = group_mean(r.upload.weight, jnp.zeros_like(r.group), r.upload.delta, 1)
+    return take_rows(mean, 0), jnp.broadcast_to(mass, r.state.active.shape)
 
 
-def mean_of_all(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Expected, state: State
-) -> tuple[Params, jax.Array]:
+def mean_of_all(r: Round) -> tuple[Params, jax.Array]:
     """Averages as if all clients had taken part, those that did not with updates of 0."""
-    share = jnp.where(upload.weight > 0, client_extra.share, 0.0)
+    upload = r.upload
+    share = jnp.where(upload.weight > 0, r.work.client_extra.share, 0.0)
     step = take_rows(group_sum(share[:, None], upload.delta), 0)
-    return step, jnp.broadcast_to(upload.weight.sum(), state.active.shape)
+    return step, jnp.broadcast_to(upload.weight.sum(), r.state.active.shape)
 
 
 def remember_mixture(least_count: float | None) -> FinishFn:
@@ -271,11 +264,10 @@ def remember_mixture(least_count: float | None) -> FinishFn:
     R_k(c) is the sum over the clients met, at least `least_count`, normalised over c.
     """
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
-        memory, sums = state.memory, upload.extra
-        used = (upload.weight > 0) & (sums.sum((1, 2)) > 0)
+    def finish(r: Round) -> State:
+        cohort = r.cohort
+        memory, sums = r.state.memory, r.upload.extra
+        used = (r.upload.weight > 0) & (sums.sum((1, 2)) > 0)
         new = mean_responsibility(sums, cohort.take(memory.weights))
         memory = memory.replace(
             weights=cohort.put(memory.weights, new, used), met=cohort.put(memory.met, True, used)
@@ -288,7 +280,7 @@ def remember_mixture(least_count: float | None) -> FinishFn:
             memory = memory.replace(by_label=by_label, label_shares=shares)
         strongest = jnp.argmax(memory.weights, axis=1).astype(jnp.int32)
         assignment = jnp.where(memory.met, strongest, -1)
-        return state.replace(memory=memory, assignment=assignment)
+        return r.state.replace(memory=memory, assignment=assignment)
 
     return finish
 

@@ -34,7 +34,7 @@ from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks, PrepareFn
+from fedjax_cfl.round.method import FinishFn, Hooks, PrepareFn, Round
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -42,7 +42,6 @@ from fedjax_cfl.tree import drop_statistics, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     ClientIndex,
-    Cohort,
     FederatedData,
     Info,
     Key,
@@ -178,11 +177,10 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
     """Remembers what the clients that answered have mixed."""
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
-        memory, mixture, clients = state.memory, upload.extra, state.assignment.size
-        answered = upload.weight > 0
+    def finish(r: Round) -> State:
+        state, cohort = r.state, r.cohort
+        memory, mixture, clients = state.memory, r.upload.extra, state.assignment.size
+        answered = r.upload.weight > 0
         rows = jnp.where(answered, cohort.ids, clients)
         total = jnp.abs(mixture.gain.sum(1, keepdims=True))
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
@@ -239,16 +237,15 @@ def mix_models(
     mix = over_clients(first_order_mixture(task, norm), local.execution)
     in_place = reads_in_place(local.execution)
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        memory, clients = state.memory, data.num_clients
+    def prepare(r: Round) -> tuple[Work, Report]:
+        state, cohort = r.state, r.cohort
+        memory, clients = state.memory, r.data.num_clients
         client = jnp.minimum(cohort.ids, clients - 1)
         explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
 
         def pick(client, affinity):
             eligible = memory.uploaded & (jnp.arange(clients) != client)
-            draw = jax.random.fold_in(key, client)
+            draw = jax.random.fold_in(r.key, client)
             return pick_peers(draw, affinity, eligible, explore, min(count, clients))
 
         mixed, trained, affinity = take_models(
@@ -259,10 +256,10 @@ def mix_models(
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
             everybody, others = (), take_models(state.groups, rows, local.execution.mesh)
-        tested = take_held_out(data)
+        tested = take_held_out(r.data)
         model, gain = mix(cohort, tested, everybody, (mixed, trained, others, peers))
         extra = Mixture(model, peers, gain, trained)
-        return work._replace(client_extra=extra), charge_peers(memory, cohort.ids, peers, tested)
+        return r.work._replace(client_extra=extra), charge_peers(memory, cohort.ids, peers, tested)
 
     return prepare
 

@@ -39,7 +39,7 @@ from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, RegroupFn
+from fedjax_cfl.round.method import Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.system import SystemLike
@@ -185,21 +185,20 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
     Args: `tolerance` is as in `fedgwc`; `find` is `find_parts`, its settings given.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, cohort, gid = r.state, r.cohort, r.group
         m, now = state.active.size, cohort.put(state.assignment, gid)
-        now = jnp.where(data.train.size > 0, now, -1)
-        member = one_hot(gid, m, upload.weight > 0)
+        now = jnp.where(r.data.train.size > 0, now, -1)
+        member = one_hot(gid, m, r.upload.weight > 0)
         met, held = member.sum(0), one_hot(now, m).sum(0)
-        memory = weigh_pairs(state.memory, cohort, upload, member, held, tolerance)
+        memory = weigh_pairs(state.memory, cohort, r.upload, member, held, tolerance)
         target = jnp.maximum(jnp.round(divide(held, met)), 1)
         due = (met > 0) & (met < held) & (memory.patience >= target)
         group = jnp.argmax(due)
 
         def cut():
             rooms = jnp.minimum(held[group] // met[group], 1 + jnp.sum(~state.active))
-            return find(key, memory.weights, now == group, rooms)
+            return find(r.key, memory.weights, now == group, rooms)
 
         none = jnp.zeros_like(now), jnp.zeros((), bool)
         part, found = lax.cond(due.any(), cut, lambda: none)

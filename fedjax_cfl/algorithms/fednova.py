@@ -24,19 +24,17 @@ from fedjax_cfl.client.objective import check_pull, erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn
+from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
     Params,
     Report,
-    State,
     Task,
     Upload,
 )
@@ -113,11 +111,9 @@ def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> j
 def charge_words(count: int | jax.Array) -> PrepareFn:
     """Reports the words that each client sends with its update."""
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        return work, make_report(make_traffic(words_up=count * real))
+    def prepare(r: Round) -> tuple[Work, Report]:
+        real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
+        return r.work, make_report(make_traffic(words_up=count * real))
 
     return prepare
 
@@ -127,11 +123,11 @@ def mean_of_normalized(by_steps: bool | jax.Array) -> AggregateFn:
     lengths; with `by_steps` by that of the steps. Running statistics are averaged as they are.
     """
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: tuple, state: State
-    ) -> tuple[Params, jax.Array]:
-        mean, mass = weighted_mean(upload, gid, cohort, client_extra, state)
-        share = membership_weights(upload.weight, gid, mass.size) / jnp.where(mass > 0, mass, 1.0)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        upload = r.upload
+        mean, mass = weighted_mean(r)
+        share = membership_weights(upload.weight, r.group, mass.size)
+        share = share / jnp.where(mass > 0, mass, 1.0)
         length, steps = upload.extra
         reach = (share * jnp.where(by_steps, steps, length)[:, None]).sum(0)  # [m]
         # 0 in the slots of updates that are not used

@@ -16,7 +16,7 @@ import optax
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks
+from fedjax_cfl.round.method import AggregateFn, Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task

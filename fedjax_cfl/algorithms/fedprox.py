@@ -12,11 +12,11 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
+from fedjax_cfl.types import Algorithm, Report, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
 
 
@@ -43,15 +43,13 @@ def fedprox(
 def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:
     """Draws the share of its E epochs that each client completes in a round."""
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
-        real = cohort.ids < data.num_clients
+    def prepare(r: Round) -> tuple[Work, Report]:
+        keys = jax.vmap(lambda client: jax.random.fold_in(r.key, client))(r.cohort.ids)
+        real = r.cohort.ids < r.data.num_clients
         draws = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
         slow = jnp.argsort(jnp.argsort(draws)) < jnp.round(drop_fraction * real.sum())
         again = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
         fewer = jax.vmap(lambda key: jax.random.randint(key, (), 1, max(epochs, 2)))(again)
-        return work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0)), make_report()
+        return r.work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0)), make_report()
 
     return prepare

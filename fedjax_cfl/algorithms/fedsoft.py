@@ -37,14 +37,13 @@ from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, PrepareFn
+from fedjax_cfl.round.method import Hooks, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
     Params,
@@ -149,7 +148,8 @@ def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> M
     """
     count = over_clients(partial(count_best, task), local.execution)
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state, data = r.state, r.data
         memory, size = state.memory, data.train.size
         asked = (size > 0) & ((state.round % every == 0) | ~memory.known)
         ids = jnp.where(asked, jnp.arange(size.size, dtype=jnp.int32), size.size)
@@ -174,14 +174,13 @@ def give_shares(lam: ArrayLike) -> PrepareFn:
     that have not been asked in this round.
     """
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
+    def prepare(r: Round) -> tuple[Work, Report]:
+        state, cohort = r.state, r.cohort
         memory, m = cohort.take(state.memory), state.active.size
         anew = memory.late & ~cohort.take(state.own.trained)
         given = Given(memory.shares, lam * memory.shares.sum(1), anew)
-        lacks = (cohort.ids < data.num_clients) & ~memory.asked
-        return work._replace(client_extra=given), make_report(make_traffic(units_down=m * lacks))
+        lacks = (cohort.ids < r.data.num_clients) & ~memory.asked
+        return r.work._replace(client_extra=given), make_report(make_traffic(units_down=m * lacks))
 
     return prepare
 
@@ -209,14 +208,13 @@ def train_own(
     return then(train_from(begin, solve, client, data, key, pulled), relate)
 
 
-def mean_by_source(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Given, state: State
-) -> tuple[Params, jax.Array]:
+def mean_by_source(r: Round) -> tuple[Params, jax.Array]:
     """Averages the clients' models for each of the m models, weighted by the samples of its source
     that each client has.
     """
-    weight = client_extra.shares * upload.weight[:, None]
+    upload = r.upload
+    weight = r.work.client_extra.shares * upload.weight[:, None]
     mass = weight.sum(0)
     share = weight / jnp.where(mass > 0, mass, 1.0)
-    trained = jax.tree.map(jnp.add, upload.delta, take_rows(state.groups, upload.start_group))
-    return jax.tree.map(jnp.subtract, group_sum(share, trained), state.groups), mass
+    trained = jax.tree.map(jnp.add, upload.delta, take_rows(r.state.groups, upload.start_group))
+    return jax.tree.map(jnp.subtract, group_sum(share, trained), r.state.groups), mass

@@ -10,7 +10,7 @@ fraction of each group; clustering up to a distance leaves at most m groups.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, RegroupFn
+from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -44,7 +44,6 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
 
@@ -128,10 +127,9 @@ def cluster_updates(
     `fl_hc`; the devices of `mesh` share the distances, None: one device.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
-        order = jnp.argsort(cohort.ids)  # so that neither numbers nor ties depend on slots
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, gid, upload = r.state, r.group, r.upload
+        order = jnp.argsort(r.cohort.ids)  # so that neither numbers nor ties depend on slots
         distance = metric(flatten_updates(upload.delta, mesh))[order][:, order]
 
         def cluster(distance, valid):
@@ -151,12 +149,10 @@ def cluster_updates(
     return regroup
 
 
-def zero_step(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def zero_step(r: Round) -> tuple[Params, jax.Array]:
     """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
-    mass = membership_weights(upload.weight, gid, state.active.size).sum(0)
-    return jax.tree.map(jnp.zeros_like, state.groups), mass
+    mass = membership_weights(r.upload.weight, r.group, r.state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, r.state.groups), mass
 
 
 def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up: int) -> jax.Array:
@@ -172,11 +168,10 @@ def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up
 def join_largest_group(warm_up: int) -> AssignFn:
     """Assigns clients that missed the clustering the group of most founders."""
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        gid, report = keep_groups(key, state, data, cohort)
-        missed = missed_clustering(state, data, cohort, warm_up)
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state = r.state
+        gid, report = keep_groups(r)
+        missed = missed_clustering(state, r.data, r.cohort, warm_up)
         return jnp.where(missed, state.memory.largest, gid), report
 
     return assign
@@ -188,15 +183,14 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
     They train once from the model that was clustered, which costs a model down and one up.
     """
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        gid, _ = keep_groups(key, state, data, cohort)
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
+        gid, _ = keep_groups(r)
         waiting = missed_clustering(state, data, cohort, warm_up)
 
         def nearest():
             newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload, report = train(key, state.memory.initial, newcomers, data)
+            upload, report = train(r.key, state.memory.initial, newcomers, data)
             both = jax.tree.map(
                 lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
             )

@@ -39,7 +39,7 @@ from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.personal.moon import watch_inputs
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, MigrateFn, RegroupFn
+from fedjax_cfl.round.method import Hooks, MigrateFn, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
@@ -48,7 +48,6 @@ from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     ClientIndex,
-    Cohort,
     FederatedData,
     Key,
     Params,
@@ -56,7 +55,6 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
 
@@ -215,19 +213,19 @@ def cluster_descriptions(
     Args: `describe` is that of `describe_clients`; `find` is `find_groups`, its settings given.
     """
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, cohort = r.state, r.cohort
+
         def found():
-            able, m = data.train.size > 0, state.active.size
+            able, m = r.data.train.size > 0, state.active.size
             extractor = take_rows(state.groups, slice(1))
-            described = describe(extractor, data, able)
-            part = cohort.put(jnp.zeros_like(able), upload.weight > 0)
+            described = describe(extractor, r.data, able)
+            part = cohort.put(jnp.zeros_like(able), r.upload.weight > 0)
             inside = part[:, None, None]
             low = jnp.min(jnp.where(inside, described, jnp.inf), axis=(0, 2))[:, None]
             high = jnp.max(jnp.where(inside, described, -jnp.inf), axis=(0, 2))[:, None]
             points = scale(described, low, high)
-            label = find(key, points.reshape(len(part), -1), part)
+            label = find(r.key, points.reshape(len(part), -1), part)
             centers, size = group_mean(part.astype(jnp.float32), label, points, m)
             active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
             memory = Descriptions(extractor, low, high, centers, state.memory.placed)
@@ -246,7 +244,7 @@ def cluster_descriptions(
             )
             return after, jnp.maximum(cohort.take(group), 0)
 
-        return lax.cond(state.round == warm_up, found, lambda: (state, gid))
+        return lax.cond(state.round == warm_up, found, lambda: (state, r.group))
 
     return regroup
 
@@ -258,7 +256,8 @@ def place_newcomers(describe: DescribeFn, newcomers: str, warm_up: int) -> Migra
     Args: as those of `flux` and `cluster_descriptions`.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state, data = r.state, r.data
         memory, trains = state.memory, data.train.size > 0
         seen = trains
         if newcomers == "inputs":

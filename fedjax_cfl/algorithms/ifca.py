@@ -33,7 +33,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start, StartFn
+from fedjax_cfl.round.method import AggregateFn, Hooks, Start, StartFn
 from fedjax_cfl.round.start import count_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import (
     add_fault_counts,

@@ -18,7 +18,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, Start
+from fedjax_cfl.round.method import Hooks, Round, Start
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -42,8 +42,9 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
         active = jnp.any(group[:, None] == jnp.arange(m), axis=0)
         return common_model(task, m)(key, data)._replace(assignment=group, active=active)
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
-        before, group = state.assignment, true_groups(data, m)
+    def migrate(r: Round) -> tuple[State, Report]:
+        state = r.state
+        before, group = state.assignment, true_groups(r.data, m)
         moved = jnp.sum((before >= 0) & (group != before)).astype(jnp.int32)
         state = found_groups(state, before, group)
         return state.replace(assignment=group), make_report().replace(migrated=moved)

@@ -5,7 +5,7 @@ Every client trains its own model on its own data and sends nothing. Each client
 group: models [K, ...], group k is that of client k.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,13 @@ from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd, train_from
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, PrepareFn, Start, StartFn
+from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, select_everybody
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Info,
     Key,
@@ -32,7 +31,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import check_arguments
 
@@ -85,21 +83,17 @@ def shared_model(task: Task) -> StartFn:
     return start
 
 
-def assign_client_id(
-    key: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[jax.Array, Report]:
+def assign_client_id(r: Round) -> tuple[jax.Array, Report]:
     """Assigns each client the group of its own id (an `AssignFn`)."""
-    return jnp.minimum(cohort.ids, data.num_clients - 1), make_report()
+    return jnp.minimum(r.cohort.ids, r.data.num_clients - 1), make_report()
 
 
 def send_own_model(mesh: Mesh | None) -> PrepareFn:
     """Gives each client of the cohort the model of its group, and no device those of others."""
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        own = take_models(state.groups, work.group, mesh)
-        return work._replace(client_extra=own), make_report()
+    def prepare(r: Round) -> tuple[Work, Report]:
+        own = take_models(r.state.groups, r.work.group, mesh)
+        return r.work._replace(client_extra=own), make_report()
 
     return prepare
 
@@ -120,10 +114,9 @@ def client_delta(mesh: Mesh | None) -> AggregateFn:
     It is a scatter; a mean over K groups would be a product with a matrix [S, K].
     """
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
-        rows = jnp.where(upload.weight > 0, cohort.ids, state.active.size)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        upload, state = r.upload, r.state
+        rows = jnp.where(upload.weight > 0, r.cohort.ids, state.active.size)
         zeros = jax.tree.map(jnp.zeros_like, state.groups)
         mass = jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")
         return put_models(zeros, rows, upload.delta, mesh), mass

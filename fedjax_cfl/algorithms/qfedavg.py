@@ -14,11 +14,11 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.client_rows import take_own
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import Hooks, PrepareFn
+from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
+from fedjax_cfl.types import Algorithm, Report, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
@@ -42,13 +42,12 @@ def attach_losses(task: Task, local: Local) -> PrepareFn:
     """
     loss = over_clients(training_loss(task, True, local.personal), local.execution)
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        each = loss(cohort, data, state.groups, take_own(state, cohort, local.execution.mesh))
-        own = jnp.take_along_axis(each, work.group[:, None], axis=1)[:, 0]
-        samples = client_range(cohort.ids, data)[0]
+    def prepare(r: Round) -> tuple[Work, Report]:
+        cohort = r.cohort
+        each = loss(cohort, r.data, r.state.groups, take_own(r.state, cohort, local.execution.mesh))
+        own = jnp.take_along_axis(each, r.work.group[:, None], axis=1)[:, 0]
+        samples = client_range(cohort.ids, r.data)[0]
         sent = make_traffic(words_up=(samples > 0).astype(jnp.int32))
-        return work._replace(client_extra=own), make_report(sent, samples=samples)
+        return r.work._replace(client_extra=own), make_report(sent, samples=samples)
 
     return prepare

@@ -13,7 +13,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.personal.scaffold import scaffold as control_variates
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks
+from fedjax_cfl.round.method import AggregateFn, Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Personal, Task

@@ -33,7 +33,7 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.personal.ditto import own_steps
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn
+from fedjax_cfl.round.method import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn, Round
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -128,14 +128,13 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
     """
     mesh = local.execution.mesh
 
-    def meet(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[State, jax.Array, Report]:
+    def meet(r: Round) -> tuple[State, jax.Array, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
         memory, m = state.memory, state.active.size
         real = cohort.ids < data.num_clients
         new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(memory.known)
         newcomers = cohort.replace(ids=jnp.where(new, cohort.ids, data.num_clients))
-        upload, report = train(key, memory.anchor, newcomers, data)
+        upload, report = train(r.key, memory.anchor, newcomers, data)
         old = jnp.where(memory.known, state.assignment, -1)
         directions, count, compared = average_directions(memory, old, m, cohort, represent)
         order = jnp.argsort(cohort.ids)  # so that no number depends on slots
@@ -213,14 +212,13 @@ def place_groups(
 def send_common(local: Local) -> PrepareFn:
     """Gives each client the common model, and reports that it is sent both ways and trained."""
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        real, size = cohort.ids < data.num_clients, cohort.take(data.train.size)
-        common = copy_model(take_rows(state.memory.common, 0), cohort.ids.size)
+    def prepare(r: Round) -> tuple[Work, Report]:
+        cohort = r.cohort
+        real, size = cohort.ids < r.data.num_clients, cohort.take(r.data.train.size)
+        common = copy_model(take_rows(r.state.memory.common, 0), cohort.ids.size)
         samples = real * TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
         sent = make_traffic(units_down=real, units_up=real)
-        return work._replace(client_extra=common), make_report(sent, samples=samples)
+        return r.work._replace(client_extra=common), make_report(sent, samples=samples)
 
     return prepare
 
@@ -250,12 +248,11 @@ def train_with_common(
 def move_common(aggregate: AggregateFn) -> FinishFn:
     """Moves the common model by the mean of the cohort's updates of it."""
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
-        memory, together = state.memory, jnp.zeros_like(gid)
-        step, _ = aggregate(upload.replace(delta=upload.extra), together, cohort, (), before)
+    def finish(r: Round) -> State:
+        memory, together = r.state.memory, jnp.zeros_like(r.group)
+        work, upload = r.work._replace(group=together), r.upload.replace(delta=r.upload.extra)
+        step, _ = aggregate(r._replace(state=r.before, work=work, upload=upload))
         common = jax.tree.map(lambda old, all: old + all[:1], memory.common, step)
-        return state.replace(memory=memory.replace(common=common))
+        return r.state.replace(memory=memory.replace(common=common))
 
     return finish

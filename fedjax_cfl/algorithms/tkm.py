@@ -32,7 +32,7 @@ from fedjax_cfl.round.aggregate import (
     trimmed_mean,
 )
 from fedjax_cfl.round.engine import federated, withhold_groups
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import with_faults

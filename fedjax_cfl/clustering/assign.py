@@ -17,7 +17,7 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.round.client_rows import take_own
-from fedjax_cfl.round.hooks import AssignFn
+from fedjax_cfl.round.method import AssignFn, Round
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
@@ -75,14 +75,13 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
     """
     losses = over_clients(training_loss(task, with_l2, local.personal), local.execution)
 
-    def choose(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
+    def choose(r: Round) -> tuple[jax.Array, Report]:
+        state, cohort = r.state, r.cohort
         own = take_own(state, cohort, local.execution.mesh)
-        loss = losses(cohort, data, state.groups, own)  # [S, m]
+        loss = losses(cohort, r.data, state.groups, own)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
-        return best, make_report(samples=state.active.sum() * client_range(cohort.ids, data)[0])
+        return best, make_report(samples=state.active.sum() * client_range(cohort.ids, r.data)[0])
 
     return choose
 
@@ -94,12 +93,10 @@ def every_round(choose: AssignFn) -> AssignFn:
     choice in one word.
     """
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        gid, report = choose(key, state, data, cohort)
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        sent = make_traffic(units_down=real * (state.active.sum() - 1), words_up=real)
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        gid, report = choose(r)
+        real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
+        sent = make_traffic(units_down=real * (r.state.active.sum() - 1), words_up=real)
         return gid, add_to_report(report, sent)
 
     return assign
@@ -119,11 +116,9 @@ def is_cold(state: State, cohort: Cohort) -> jax.Array:
     return (cohort.ids < state.assignment.size) & (met_groups(state, cohort) < 0)
 
 
-def keep_groups(
-    key: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[jax.Array, Report]:
+def keep_groups(r: Round) -> tuple[jax.Array, Report]:
     """Leaves every client in its group; clients without one train group 0 (an `AssignFn`)."""
-    return jnp.maximum(met_groups(state, cohort), 0), make_report()
+    return jnp.maximum(met_groups(r.state, r.cohort), 0), make_report()
 
 
 def cold_start(choose: AssignFn) -> AssignFn:
@@ -134,12 +129,11 @@ def cold_start(choose: AssignFn) -> AssignFn:
     asked.
     """
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, data, cohort = r.state, r.data, r.cohort
         cold = is_cold(state, cohort) & (cohort.take(data.train.size) > 0)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
-        chosen, report = choose(key, state, data, newcomers)
+        chosen, report = choose(r._replace(cohort=newcomers))
         met = jnp.maximum(met_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
         sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.sum())
@@ -157,11 +151,9 @@ def nearest_direction(pretrain: TrainFn) -> AssignFn:
     own update is not finite has no direction, and gets the first group that can be chosen.
     """
 
-    def choose(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        memory = state.memory
-        upload, report = pretrain(key, memory.initial, cohort, data)
+    def choose(r: Round) -> tuple[jax.Array, Report]:
+        memory = r.state.memory
+        upload, report = pretrain(r.key, memory.initial, r.cohort, r.data)
         similarity = cosine(upload.delta, memory.directions)
         finite = jnp.isfinite(squared_leaf_norms(memory.directions).sum(0))
         usable = memory.has_founders & finite & jnp.isfinite(similarity)
@@ -170,10 +162,8 @@ def nearest_direction(pretrain: TrainFn) -> AssignFn:
     return choose
 
 
-def random_group(
-    key: Key, state: State, data: FederatedData, cohort: Cohort
-) -> tuple[jax.Array, Report]:
+def random_group(r: Round) -> tuple[jax.Array, Report]:
     """Draws a uniformly random group for each client (ablation RAC; an `AssignFn`)."""
-    keys = jax.vmap(lambda client: jax.random.fold_in(key, client))(cohort.ids)
-    gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, state.active.sum()))(keys)
+    keys = jax.vmap(lambda client: jax.random.fold_in(r.key, client))(r.cohort.ids)
+    gid = jax.vmap(lambda k: jax.random.randint(k, (), 0, r.state.active.sum()))(keys)
     return gid, make_report()

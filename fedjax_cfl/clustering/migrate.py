@@ -27,7 +27,7 @@ from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import check_classes, to_shares, train_label_counts
 from fedjax_cfl.keys import put_first
-from fedjax_cfl.round.hooks import AssignFn, MigrateFn, Start, StartFn
+from fedjax_cfl.round.method import AssignFn, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
 from fedjax_cfl.types import FederatedData, Key, Report, State
 
@@ -149,17 +149,16 @@ def charge_swapped(detected: jax.Array, met: jax.Array, data: FederatedData) -> 
     return met & data.shifted
 
 
-def reassign(
-    choose: AssignFn, local: Local, key: Key, state: State, data: FederatedData, mask: jax.Array
-) -> tuple[jax.Array, Report]:
+def reassign(choose: AssignFn, local: Local, r: Round, mask: jax.Array) -> tuple[jax.Array, Report]:
     """Chooses new groups for some clients, in blocks.
 
     Returns the assignment [K] of all clients, and a report of what went wrong and how many
     samples each client [K] inferred.
 
-    Args: `choose` names the groups of a block of clients at a time, and draws with `key`;
+    Args: `choose` names the groups of a block of clients at a time, and draws with `r.key`;
     `mask` [K] bool are the clients to reassign.
     """
+    state, data = r.state, r.data
     size = min(CLIENT_BLOCK, data.num_clients)
     queue = put_first(mask)
     count = jnp.sum(mask)
@@ -171,7 +170,7 @@ def reassign(
             place < count, queue[jnp.minimum(place, data.num_clients - 1)], data.num_clients
         )
         cohort = make_cohort(ids, data, local.execution)
-        gid, more = choose(key, state, data, cohort)
+        gid, more = choose(r._replace(cohort=cohort))
         assignment = cohort.put(assignment, gid.astype(jnp.int32))
         return assignment, report.replace(
             fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
@@ -196,7 +195,8 @@ def on_shift(
     client that `charge` names costs `units_each` models down.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state, data = r.state, r.data
         if not data.has_drift:
             return state, make_report()
         remedy = "use drift=none, or a method that does not migrate, as ifca"
@@ -205,7 +205,7 @@ def on_shift(
         counts = train_label_counts(data)
         met = state.assignment >= 0
         detected = met & detect(counts, before.reference, before.initial_size)
-        assignment, report = reassign(choose, local, key, state, data, detected)
+        assignment, report = reassign(choose, local, r, detected)
         migrated = jnp.sum(detected & (assignment != state.assignment))
         reference = jnp.where(detected[:, None], counts, before.reference)
         memory = state.memory.replace(shift_reference=before.replace(reference=reference))

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.round.hooks import MigrateFn, Start, StartFn
+from fedjax_cfl.round.method import MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import no_faults
@@ -91,14 +91,15 @@ def join_or_found(
     """
     limit = jnp.inf if threshold is None else threshold
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state, data = r.state, r.data
         memory = state.memory
         known = memory.known & (state.assignment >= 0)
         waits = (data.train.size > 0) & ~known
 
         def take_in(first):
             waiting = waits & first  # so that no compiler takes this out of the loop below
-            told = describe(key, memory.first, data, waiting)
+            told = describe(r.key, memory.first, data, waiting)
             points = jax.vmap(jnp.where)(waiting, told, memory.points)
             apart = on_every_device(compare, mesh)(points)
 

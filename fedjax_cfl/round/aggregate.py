@@ -2,8 +2,6 @@
 step with what they return, and how far from it each update is.
 
 The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.
-`state` is the state before the server's step, with the cohort's groups `gid` already
-in its assignment.
 """
 
 from typing import Any
@@ -16,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.round.hooks import AggregateFn, FinishFn
+from fedjax_cfl.round.method import AggregateFn, FinishFn, Round
 from fedjax_cfl.sharding import split_by_parameter, take_models
 from fedjax_cfl.system.reports import add_traffic, make_traffic
 from fedjax_cfl.tree import (
@@ -28,44 +26,39 @@ from fedjax_cfl.tree import (
     squared_norms,
     where_rows,
 )
-from fedjax_cfl.types import Cohort, Params, State, Upload
+from fedjax_cfl.types import Params, State, Upload
 
 
-def weighted_mean(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def weighted_mean(r: Round) -> tuple[Params, jax.Array]:
     """Averages the updates of each group, weighted by training samples (FedAvg)."""
-    return group_mean(upload.weight, gid, upload.delta, state.active.size)
+    return group_mean(r.upload.weight, r.group, r.upload.delta, r.state.active.size)
 
 
-def uniform_mean(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def uniform_mean(r: Round) -> tuple[Params, jax.Array]:
     """Averages the updates of each group that are used, unweighted (IFCA, FeSEM)."""
-    return group_mean((upload.weight > 0).astype(jnp.float32), gid, upload.delta, state.active.size)
+    used = (r.upload.weight > 0).astype(jnp.float32)
+    return group_mean(used, r.group, r.upload.delta, r.state.active.size)
 
 
-def first_client(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def first_client(r: Round) -> tuple[Params, jax.Array]:
     """Takes only the update of each group's first selected client, times L / (L + 1e-5)
     for L clients: the "simple average" of the FlexCFL code (D4).
     """
-    present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
+    used = (r.upload.weight > 0).astype(jnp.float32)
+    present = membership_weights(used, r.group, r.state.active.size)
     count = present.sum(0)
-    rank = jnp.where(present > 0, cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
+    rank = jnp.where(present > 0, r.cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
     first = (rank == rank.min(0)) & (present > 0)
-    return group_sum(first * (count / (count + 1e-5)), upload.delta), count
+    return group_sum(first * (count / (count + 1e-5)), r.upload.delta), count
 
 
-def cohort_mean(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def cohort_mean(r: Round) -> tuple[Params, jax.Array]:
     """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
     of IFCA (Algorithm 1, option I).
     """
-    present = membership_weights((upload.weight > 0).astype(jnp.float32), gid, state.active.size)
-    return group_sum(present / jnp.maximum(present.sum(), 1.0), upload.delta), present.sum(0)
+    used = (r.upload.weight > 0).astype(jnp.float32)
+    present = membership_weights(used, r.group, r.state.active.size)
+    return group_sum(present / jnp.maximum(present.sum(), 1.0), r.upload.delta), present.sum(0)
 
 
 def count_trimmed(count: ArrayLike, share: ArrayLike) -> jax.Array:
@@ -139,12 +132,10 @@ def trimmed_mean(beta: ArrayLike, mesh: Mesh | None = None) -> AggregateFn:
     coordinates.
     """
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
-        delta = split_by_parameter(upload.delta, mesh)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        delta = split_by_parameter(r.upload.delta, mesh)
         ordered = sort_coordinates(delta)
-        return trimmed_group_mean(upload.weight > 0, gid, ordered, state.active.size, beta)
+        return trimmed_group_mean(r.upload.weight > 0, r.group, ordered, r.state.active.size, beta)
 
     return aggregate
 
@@ -158,19 +149,18 @@ def q_fair(q: float, local: Local) -> AggregateFn:
     high a loss that its share is beyond float32 is left out.
     """
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        upload, state = r.upload, r.state
         lipschitz = 1.0 / (local.lr * local.lr_scale(state.round))
         present = upload.weight > 0
         # the loss of an absent client may be anything
-        loss = jnp.where(present, client_extra, 0.0) + 1e-10
+        loss = jnp.where(present, r.work.client_extra, 0.0) + 1e-10
         gain = loss**q
         bend = q * loss ** (q - 1) * lipschitz**2 * upload.squared_norm + lipschitz * gain
         present &= jnp.isfinite(bend)
         bend, gain = (jnp.where(present, value, 0.0) for value in (bend, gain))
-        total = membership_weights(bend, gid, state.active.size).sum(0)
-        coefficient = membership_weights(gain * lipschitz, gid, state.active.size)
+        total = membership_weights(bend, r.group, state.active.size).sum(0)
+        coefficient = membership_weights(gain * lipschitz, r.group, state.active.size)
         return group_sum(coefficient / jnp.where(total > 0, total, 1.0), upload.delta), total
 
     return aggregate
@@ -185,9 +175,8 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
     models down, none where `eta_g` is 0.
     """
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
+    def finish(r: Round) -> State:
+        state = r.state
         groups = state.groups
         owning = jnp.any(state.assignment[:, None] == jnp.arange(state.active.size), axis=0)
         square = squared_norms(groups).sum(0)

@@ -20,7 +20,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.round.hooks import Hooks
+from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.system.reports import make_report, make_traffic

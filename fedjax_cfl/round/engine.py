@@ -1,7 +1,7 @@
 """One federated round, in order. A method is a call of `federated` with hooks of its own."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,18 @@ from jax.sharding import Mesh
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
-from fedjax_cfl.keys import ASSIGN, MIGRATE, PREPARE, REGROUP, START, TRAIN, derive_key, derive_keys
+from fedjax_cfl.keys import (
+    AGGREGATE,
+    ASSIGN,
+    FINISH,
+    MIGRATE,
+    PREPARE,
+    REGROUP,
+    START,
+    TRAIN,
+    derive_key,
+    derive_keys,
+)
 from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase, weighted_mean
 from fedjax_cfl.round.client_rows import (
     add_rows_to_step,
@@ -24,7 +35,7 @@ from fedjax_cfl.round.client_rows import (
     renew_rows,
     restore_updates,
 )
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, Start
+from fedjax_cfl.round.method import AggregateFn, Hooks, Round, Start
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
@@ -75,12 +86,16 @@ class Parts(NamedTuple):
     system: System
 
 
-class Round(NamedTuple):
+class Now(NamedTuple):
     """What all steps of one round read."""
 
     parts: Parts
     keys: Key  # [PURPOSES], see `derive_keys`
     data: FederatedData
+
+    def give(self, purpose: int, state: State, *more: Any) -> Round:
+        """Returns what a step of the method reads, with the key of its purpose."""
+        return Round(self.keys[purpose], state, self.data, *more)
 
 
 def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Algorithm:
@@ -111,7 +126,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         return init_state(parts, start(derive_key(key, START), data), data)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
-        now = Round(parts, derive_keys(key, state.round), data)
+        now = Now(parts, derive_keys(key, state.round), data)
         state, log = migrate(now, state)
         cohort, log = draw_cohort(now, state, log)
         state, work, log = plan_work(now, state, cohort, log)
@@ -183,7 +198,7 @@ def withhold_groups(before: State | None, state: State, data: FederatedData) -> 
 
 
 def store_groups(
-    now: Round, before: State | None, state: State, cohort: Cohort, gid: jax.Array
+    now: Now, before: State | None, state: State, cohort: Cohort, gid: jax.Array
 ) -> State:
     """Returns the state in which the clients of the cohort have the groups `gid` [S] int32.
 
@@ -194,20 +209,20 @@ def store_groups(
     return assigned if own_models else withhold_groups(before, assigned, now.data)
 
 
-def migrate(now: Round, state: State) -> tuple[State, RoundLog]:
+def migrate(now: Now, state: State) -> tuple[State, RoundLog]:
     """Moves clients, or founds new groups, before the selection."""
-    parts, keys, data = now
+    parts, data = now.parts, now.data
     shifted = jnp.sum(data.shifted)
     if parts.hooks.migrate is None:
         return state, RoundLog(shifted, make_report())
-    after, report = parts.hooks.migrate(keys[MIGRATE], state, data)
+    after, report = parts.hooks.migrate(now.give(MIGRATE, state))
     if not parts.hooks.own_models:
         after = withhold_groups(state, after, data)
     after = merge_clocks(parts.system.clock, state, after, report.reclustered)
     return after, RoundLog(shifted, report)
 
 
-def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
+def draw_cohort(now: Now, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
     """Draws the cohort that trains, and gives its clients slots, longest first. `log` is what the
     round has done so far; each step returns it with what it adds.
     """
@@ -218,26 +233,26 @@ def draw_cohort(now: Round, state: State, log: RoundLog) -> tuple[Cohort, RoundL
 
 
 def plan_work(
-    now: Round, state: State, cohort: Cohort, log: RoundLog
+    now: Now, state: State, cohort: Cohort, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
     """Names the group that each client trains, and its work."""
-    parts, keys, data = now
+    parts, keys = now.parts, now.keys
     gid, reports = jnp.zeros_like(cohort.ids), []
     if parts.hooks.assign:
-        gid, report = parts.hooks.assign(keys[ASSIGN], state, data, cohort)
+        gid, report = parts.hooks.assign(now.give(ASSIGN, state, cohort))
         reports.append(report)
     if parts.hooks.meet:
-        state, gid, report = parts.hooks.meet(keys[ASSIGN], state, data, cohort)
+        state, gid, report = parts.hooks.meet(now.give(ASSIGN, state, cohort))
         reports.append(report)
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.hooks.prepare:
-        work, report = parts.hooks.prepare(keys[PREPARE], state, data, cohort, work)
+        work, report = parts.hooks.prepare(now.give(PREPARE, state, cohort, work))
         reports.append(report)
     return state, parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
 
 
 def hand_out_own(
-    now: Round, state: State, cohort: Cohort, work: Work, log: RoundLog
+    now: Now, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
     """Gives each client what is its own, and what the server makes of all clients' rows.
 
@@ -252,7 +267,7 @@ def hand_out_own(
 
 
 def train_cohort(
-    now: Round, state: State, cohort: Cohort, work: Work, log: RoundLog
+    now: Now, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[Upload, RoundLog]:
     """Trains every client from the model of its group; returns what reaches the server in time.
 
@@ -270,22 +285,22 @@ def train_cohort(
 
 
 def regroup(
-    now: Round, state: State, cohort: Cohort, work: Work, upload: Upload
+    now: Now, state: State, cohort: Cohort, work: Work, upload: Upload
 ) -> tuple[State, Work, Upload]:
     """Moves clients to other groups by what they sent.
 
     Args: as those of `hand_out_own`; `upload` is what reached the server in time.
     """
-    parts, keys, data = now
+    parts = now.parts
     if parts.hooks.regroup is None:
         return state, work, upload
     sent, plain = state.groups, restore_updates(parts.local, work, upload)
-    state, gid = parts.hooks.regroup(keys[REGROUP], state, data, cohort, work.group, plain)
+    state, gid = parts.hooks.regroup(now.give(REGROUP, state, cohort, work, plain))
     return state, work._replace(group=gid), rebase(upload, sent, state.groups, gid)
 
 
 def update_groups(
-    now: Round, state: State, cohort: Cohort, work: Work, upload: Upload, before: State | None
+    now: Now, state: State, cohort: Cohort, work: Work, upload: Upload, before: State | None
 ) -> tuple[State, jax.Array]:
     """Aggregates, takes the server's step, and calls `finish`. Returns also the mass [m] behind
     each group's step.
@@ -295,13 +310,14 @@ def update_groups(
     """
     parts, gid = now.parts, work.group
     assigned = renew_rows(parts.local, store_groups(now, before, state, cohort, gid))
-    step, mass = parts.aggregate(upload, gid, cohort, work.client_extra, assigned)
+    r = now.give(AGGREGATE, assigned, cohort, work, upload)
+    step, mass = parts.aggregate(r)
     step = add_rows_to_step(parts.local, assigned, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after = assigned.replace(groups=groups, server=server)
     if parts.hooks.finish is not None:
         plain = restore_updates(parts.local, work, upload)
-        after = parts.hooks.finish(after, assigned, cohort, gid, plain)
+        after = parts.hooks.finish(now.give(FINISH, after, cohort, work, plain, assigned))
     return after, mass
 
 

@@ -32,7 +32,15 @@ from fedjax_cfl.clustering.assign import met_groups
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, FinishFn, Hooks, MigrateFn, PrepareFn
+from fedjax_cfl.round.method import (
+    AggregateFn,
+    AssignFn,
+    FinishFn,
+    Hooks,
+    MigrateFn,
+    PrepareFn,
+    Round,
+)
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
@@ -40,14 +48,10 @@ from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
@@ -58,19 +62,18 @@ EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn]
 PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 
 
-def stored_mean(
-    upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-) -> tuple[Params, jax.Array]:
+def stored_mean(r: Round) -> tuple[Params, jax.Array]:
     """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`), or, where
     the memory has their weights, by those (WeCFL).
 
     Of the cohort the models of this round count: its stored ones are masked out and the
     new ones added. That is one matrix product with the memory, which is not copied.
     """
+    upload, state = r.upload, r.state
     m, memory = state.active.size, state.memory
     fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)
-    old = cohort.put(stored_weights(memory), 0.0, upload.weight > 0)
-    kept, new = membership_weights(old, state.assignment, m), membership_weights(fresh, gid, m)
+    old = r.cohort.put(stored_weights(memory), 0.0, upload.weight > 0)
+    kept, new = membership_weights(old, state.assignment, m), membership_weights(fresh, r.group, m)
     mass = kept.sum(0) + new.sum(0)
 
     def step(stored, delta, center):
@@ -93,12 +96,11 @@ def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareF
     n_i of all n samples: eq. 8 divided by the n_i / n in front of its loss.
     """
 
-    def prepare(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]:
-        size = cohort.take(data.train.size)
+    def prepare(r: Round) -> tuple[Work, Report]:
+        data = r.data
+        size = r.cohort.take(data.train.size)
         share = jnp.sum(data.train.size) / (data.num_clients * jnp.maximum(size, 1.0))
-        return work._replace(client_extra=2.0 * mu * share), make_report()
+        return r.work._replace(client_extra=2.0 * mu * share), make_report()
 
     return proximal(lambda mu_i: mu_i, erm(task)), prepare
 
@@ -196,9 +198,8 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
     knows that model: nothing is sent.
     """
 
-    def assign(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, cohort = r.state, r.cohort
         nearest = nearest_of(cohort.take(state.memory.models), state.groups)
         kept = jnp.maximum(met_groups(state, cohort), 0)
         return jnp.where(cohort.take(state.memory.known), nearest, kept), make_report()
@@ -211,9 +212,10 @@ def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> Migra
     `move`, if there is one.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state = r.state
         before = state.assignment
-        state, report = move(key, state, data) if move else (state, make_report())
+        state, report = move(r) if move else (state, make_report())
         nearest = nearest_of(state.memory.models, state.groups)
         assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
         migrated = jnp.sum(assignment != before).astype(jnp.int32)
@@ -225,9 +227,8 @@ def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> Migra
 def keep_models(mesh: Mesh | None = None) -> FinishFn:
     """Stores the model of every client that trained; the devices of `mesh` share them."""
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
+    def finish(r: Round) -> State:
+        state, before, cohort, upload = r.state, r.before, r.cohort, r.upload
         answered, clients = upload.weight > 0, before.memory.known.size
 
         def store(stored, start, delta, center):
@@ -235,7 +236,7 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
             # them, were taken before. Hence a condition on the new centers; it is true unless the
             # run has diverged.
             rows = jnp.where(answered & jnp.isfinite(jnp.sum(center)), cohort.ids, clients)
-            return put_models(stored, rows, start[gid] + delta, mesh)
+            return put_models(stored, rows, start[r.group] + delta, mesh)
 
         models = jax.tree.map(
             store, before.memory.models, before.groups, upload.delta, state.groups

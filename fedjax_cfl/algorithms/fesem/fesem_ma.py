@@ -18,7 +18,6 @@ method then is FeSEM.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,33 +45,30 @@ from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import check_classes, train_label_counts
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, AssignFn, Hooks, Start, StartFn
+from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, Round, Start, StartFn
 from fedjax_cfl.system.reports import add_reports, add_to_report, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Key,
     Params,
     Report,
     State,
     Task,
-    Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 
-def recount(
-    key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-) -> tuple[State, jax.Array]:
+def recount(r: Round) -> tuple[State, jax.Array]:
     """Renews the class counts of the clients that trained (a `RegroupFn`): their data may
     have changed.
     """
-    new = cohort.take(train_label_counts(data))
-    counts = cohort.put(state.memory.counts, new, upload.weight > 0)
-    return state.replace(memory=state.memory.replace(counts=counts)), gid
+    state = r.state
+    new = r.cohort.take(train_label_counts(r.data))
+    counts = r.cohort.put(state.memory.counts, new, r.upload.weight > 0)
+    return state.replace(memory=state.memory.replace(counts=counts)), r.group
 
 
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
@@ -116,11 +112,10 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
     `words` words up a class.
     """
 
-    def with_counts(
-        key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]:
-        gid, report = assign(key, state, data, cohort)
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+    def with_counts(r: Round) -> tuple[jax.Array, Report]:
+        data = r.data
+        gid, report = assign(r)
+        real = (r.cohort.ids < data.num_clients).astype(jnp.int32)
         return gid, add_to_report(report, make_traffic(words_up=real * data.num_classes * words))
 
     return with_counts
@@ -129,12 +124,10 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
 def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
     """Averages, by `mean`, only the stored models that arrived in this round."""
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
-        arrived = cohort.put(jnp.zeros_like(state.memory.known), True, upload.weight > 0)
-        state = state.replace(memory=state.memory.replace(known=arrived))
-        return mean(upload, gid, cohort, client_extra, state)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        memory = r.state.memory
+        arrived = r.cohort.put(jnp.zeros_like(memory.known), True, r.upload.weight > 0)
+        return mean(r._replace(state=r.state.replace(memory=memory.replace(known=arrived))))
 
     return aggregate
 
@@ -156,14 +149,13 @@ def class_weighted_mean(head: str) -> AggregateFn:
     A class without samples in a group gets the unweighted mean.
     """
 
-    def aggregate(
-        upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]:
-        step, mass = stored_mean(upload, gid, cohort, client_extra, state)
+    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+        upload, cohort, state = r.upload, r.cohort, r.state
+        step, mass = stored_mean(r)
         m, memory, answered = state.active.size, state.memory, upload.weight > 0
         absent = cohort.put(memory.known, False, answered).astype(jnp.float32)
         old = membership_weights(absent, state.assignment, m)
-        new = membership_weights(answered.astype(jnp.float32), gid, m)
+        new = membership_weights(answered.astype(jnp.float32), r.group, m)
         counts = memory.counts.astype(jnp.float32)
         kept = old[:, :, None] * counts[:, None]  # [K, m, C]
         # [S, m, C]

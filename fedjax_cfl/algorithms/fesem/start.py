@@ -17,7 +17,7 @@ from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
-from fedjax_cfl.round.hooks import Start, StartFn
+from fedjax_cfl.round.method import Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
 from fedjax_cfl.system.reports import make_traffic

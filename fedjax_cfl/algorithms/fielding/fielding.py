@@ -45,11 +45,11 @@ from fedjax_cfl.clustering.recluster import (
 )
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, FinishFn, Hooks, MigrateFn, Start, StartFn
+from fedjax_cfl.round.method import AggregateFn, FinishFn, Hooks, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task, Upload
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import (
     Fraction,
     NonNegativeFloat,
@@ -199,7 +199,8 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         inferred = representation.inferences * asked * data.train.size
         return state, make_report(sent, migrated, reclustered=fired, samples=inferred)
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state, data = r.state, r.data
         if not data.has_drift:
             return state, make_report()
         changed = state.memory.pending | data.shifted
@@ -208,7 +209,7 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         nothing = representation.report(jnp.zeros_like(asked), state.memory.centers.shape[1])
         return lax.cond(
             jnp.any(asked),
-            lambda state: event(key, state, data, asked),
+            lambda state: event(r.key, state, data, asked),
             lambda state: (state, make_report(nothing, samples=jnp.zeros(data.num_clients))),
             state,
         )
@@ -237,10 +238,9 @@ def recluster_all(rule: DriftRule, key: Key, state: State, moves: DriftEvent) ->
 def note_reporters(hear: Reporters) -> FinishFn:
     """Stores which clients may report drift before the next round."""
 
-    def finish(
-        state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State:
-        memory = state.memory.replace(heard=hear.update(state.memory.heard, cohort))
+    def finish(r: Round) -> State:
+        state = r.state
+        memory = state.memory.replace(heard=hear.update(state.memory.heard, r.cohort))
         return state.replace(memory=memory)
 
     return finish

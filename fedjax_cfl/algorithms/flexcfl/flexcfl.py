@@ -26,7 +26,7 @@ from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_as
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import FinishFn, Hooks
+from fedjax_cfl.round.method import FinishFn, Hooks
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Key, Task

@@ -33,7 +33,7 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.hooks import AggregateFn, Hooks, MigrateFn, RegroupFn, Start, StartFn
+from fedjax_cfl.round.method import AggregateFn, Hooks, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -48,7 +48,6 @@ from fedjax_cfl.types import (
     State,
     Task,
     Traffic,
-    Upload,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -103,14 +102,12 @@ def send_label_shares(
     return share[client], memory, make_traffic()
 
 
-def charge_label_shares(
-    key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-) -> tuple[Work, Report]:
+def charge_label_shares(r: Round) -> tuple[Work, Report]:
     """Reports the C words of clients whose label shares the server does not know (a
     `PrepareFn`).
     """
-    unknown = ~cohort.take(state.memory.labels.known) & (cohort.take(data.train.size) > 0)
-    return work, make_report(make_traffic(words_up=jnp.where(unknown, data.num_classes, 0)))
+    unknown = ~r.cohort.take(r.state.memory.labels.known) & (r.cohort.take(r.data.train.size) > 0)
+    return r.work, make_report(make_traffic(words_up=jnp.where(unknown, r.data.num_classes, 0)))
 
 
 def send_distances(
@@ -188,17 +185,16 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
     """
     measure = class_distances(task, local)
 
-    def regroup(
-        key: Key, state: State, data: FederatedData, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> tuple[State, jax.Array]:
+    def regroup(r: Round) -> tuple[State, jax.Array]:
+        state, data, upload = r.state, r.data, r.upload
         memory, answered = state.memory, upload.weight > 0
-        samples, kept = sampler.sample(key, memory.sampler, state.groups, data)
+        samples, kept = sampler.sample(r.key, memory.sampler, state.groups, data)
         own, m = (upload.start_group, upload.delta), state.active.size
-        distance = measure(cohort, data, (state.groups, samples), own)
-        share, labels, sent = privacy.weigh(memory.labels, data, cohort, answered, m)
+        distance = measure(r.cohort, data, (state.groups, samples), own)
+        share, labels, sent = privacy.weigh(memory.labels, data, r.cohort, answered, m)
         sent = add_traffic(state.traffic, sent)
         state = state.replace(memory=GroupSearch(labels, kept), traffic=sent)
-        return state, jnp.where(answered, nearest_group(share, distance, gid), gid)
+        return state, jnp.where(answered, nearest_group(share, distance, r.group), r.group)
 
     return regroup
 
@@ -237,10 +233,11 @@ def refill_empty_groups(task: Task, refill: RefillFn) -> MigrateFn:
     the model of their group as ever.
     """
 
-    def migrate(key: Key, state: State, data: FederatedData) -> tuple[State, Report]:
+    def migrate(r: Round) -> tuple[State, Report]:
+        state = r.state
         inside = state.assignment[:, None] == jnp.arange(state.active.size)  # [K, m]
-        size = jnp.sum(inside & (data.train.size > 0)[:, None], axis=0)
-        made = refill(task, key, state.groups, jnp.argmax(size))
+        size = jnp.sum(inside & (r.data.train.size > 0)[:, None], axis=0)
+        made = refill(task, r.key, state.groups, jnp.argmax(size))
         empty = (size == 0) & (state.round > 0)
         return state.replace(groups=where_rows(empty, made, state.groups)), make_report()
 

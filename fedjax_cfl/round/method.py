@@ -14,6 +14,27 @@ from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Work
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Upload
 
+NOT_YET: Any = None  # of what a step of a round is not given
+
+
+class Round(NamedTuple):
+    """What a step of a round reads, `r` in all steps. Each field is as it is when the step begins;
+    what a step does not have yet is None.
+    """
+
+    key: Key  # of this step in this round; use it once
+    state: State
+    data: FederatedData
+    cohort: Cohort = NOT_YET  # from `assign` on
+    work: Work = NOT_YET  # from `prepare` on; it has the cohort's groups
+    upload: Upload = NOT_YET  # from `regroup` on: what reached the server in time
+    before: State = NOT_YET  # in `finish`: the state that `aggregate` got
+
+    @property
+    def group(self) -> jax.Array:
+        """The group of each slot, [S] int32 from 0 to m - 1."""
+        return self.work.group
+
 
 class Start(NamedTuple):
     """What a method starts with."""
@@ -37,7 +58,7 @@ class MigrateFn(Protocol):
     not as a total.
     """
 
-    def __call__(self, key: Key, state: State, data: FederatedData) -> tuple[State, Report]: ...
+    def __call__(self, r: Round) -> tuple[State, Report]: ...
 
 
 class AssignFn(Protocol):
@@ -45,9 +66,7 @@ class AssignFn(Protocol):
     samples take time only if the report gives them for each slot [S], not as a total.
     """
 
-    def __call__(
-        self, key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[jax.Array, Report]: ...
+    def __call__(self, r: Round) -> tuple[jax.Array, Report]: ...
 
 
 class MeetFn(Protocol):
@@ -58,9 +77,7 @@ class MeetFn(Protocol):
     only those that it had already.
     """
 
-    def __call__(
-        self, key: Key, state: State, data: FederatedData, cohort: Cohort
-    ) -> tuple[State, jax.Array, Report]: ...
+    def __call__(self, r: Round) -> tuple[State, jax.Array, Report]: ...
 
 
 class PrepareFn(Protocol):
@@ -70,9 +87,7 @@ class PrepareFn(Protocol):
     arrive.
     """
 
-    def __call__(
-        self, key: Key, state: State, data: FederatedData, cohort: Cohort, work: Work
-    ) -> tuple[Work, Report]: ...
+    def __call__(self, r: Round) -> tuple[Work, Report]: ...
 
 
 class RegroupFn(Protocol):
@@ -81,46 +96,31 @@ class RegroupFn(Protocol):
     It returns the new groups [S] of the cohort, which the engine stores as its assignment. It
     may change anything else in the state.
 
-    Args: `gid` [S] int32 is the group that each slot trained; `upload` is what reached the
-    server in time.
+    `r.group` [S] is the group that each slot trained.
     """
 
-    def __call__(
-        self,
-        key: Key,
-        state: State,
-        data: FederatedData,
-        cohort: Cohort,
-        gid: jax.Array,
-        upload: Upload,
-    ) -> tuple[State, jax.Array]: ...
+    def __call__(self, r: Round) -> tuple[State, jax.Array]: ...
 
 
 class AggregateFn(Protocol):
     """Reduces the updates to one step [m, ...] per group and the mass [m] behind it: the weight
     of its updates. A group of mass 0 keeps its model.
 
-    Args: `gid` [S] int32 is the group of each slot, 0 .. m - 1; `client_extra` [S, ...] is what
-    `prepare` computed for each client, () without it; `state` is the state before the server's
-    step, with the cohort's groups `gid` already stored in its assignment.
+    `r.state` is the state before the server's step, in which the cohort has its groups `r.group`
+    already; `r.work.client_extra` [S, ...] is what `prepare` computed, () without it.
     """
 
-    def __call__(
-        self, upload: Upload, gid: jax.Array, cohort: Cohort, client_extra: Any, state: State
-    ) -> tuple[Params, jax.Array]: ...
+    def __call__(self, r: Round) -> tuple[Params, jax.Array]: ...
 
 
 class FinishFn(Protocol):
     """Ends a round: mixes the new group models, or remembers what the cohort sent. What it sends it
     adds to the state's traffic.
 
-    Args: `state` has the new models; `before` is the state that `aggregate` got; `gid` [S]
-    int32 is the group of each slot.
+    `r.state` has the new models, `r.before` is the state that `aggregate` got.
     """
 
-    def __call__(
-        self, state: State, before: State, cohort: Cohort, gid: jax.Array, upload: Upload
-    ) -> State: ...
+    def __call__(self, r: Round) -> State: ...
 
 
 class StartClientsFn(Protocol):
