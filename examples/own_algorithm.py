@@ -8,10 +8,10 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import every_round, met_groups
+from fedjax_cfl.clustering.assign import current_groups, every_round
 from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report
 
@@ -26,12 +26,12 @@ def sticky_ifca(task, local, system, *, m: int, gain: float = 0.1):
     def choose(r):
         loss = losses(r.cohort, r.data, r.state.groups)  # [S, m]: every client, every model
         best = jnp.argmin(loss, axis=1)  # [S]
-        old = met_groups(r.state, r.cohort)  # [S], -1 for a newcomer
+        old = current_groups(r.state, r.cohort)  # [S], -1 for a newcomer
         old_loss = jnp.take_along_axis(loss, jnp.maximum(old, 0)[:, None], axis=1)[:, 0]
         stay = (old >= 0) & (loss.min(axis=1) > (1 - gain) * old_loss)
         return jnp.where(stay, old, best), make_report()
 
-    hooks = Hooks(sgd(task, local), start=random_groups(task, m), assign=every_round(choose))
+    hooks = Method(sgd(task, local), start=random_groups(task, m), assign=every_round(choose))
     return federated(task, local, system, hooks)
 
 

@@ -191,6 +191,16 @@ class Cohort(struct.PyTreeNode):
         return table.at[ids].set(rows, mode="drop")
 
 
+class Work(NamedTuple):
+    """The work of each client of a cohort."""
+
+    group: jax.Array  # [S] int32, the model it starts from
+    step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
+    lr_scale: jax.Array  # [S] float32, the factor of its step size
+    client_extra: Any = ()  # [S, ...], what `prepare` computed for each client
+    rows: dict[str, Any] = {}  # noqa: RUF012, by layer, [S, ...], what each client keeps
+
+
 class Upload(struct.PyTreeNode):
     """What the cohort sends back."""
 
@@ -206,7 +216,7 @@ class Upload(struct.PyTreeNode):
     # [S, ...], what the method's clients send in addition: finite numbers, 0 in the slots of
     # updates that are not used
     extra: Any = ()
-    own: Any = ()  # [S, ...], what each client keeps, never sent; see `Personal`
+    rows: dict[str, Any] = struct.field(default_factory=dict)  # by layer, what each client keeps
 
 
 class FaultCounts(struct.PyTreeNode):
@@ -251,6 +261,18 @@ class Report(struct.PyTreeNode):
     samples: jax.Array
 
 
+class Rows(struct.PyTreeNode):
+    """What each client keeps, of one method or layer."""
+
+    values: Any  # [K, ...]
+    trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
+    # [K] int32, the group that each row is about, -1: none; () where rows are about clients alone
+    group: Any = ()
+    # [K] int32, where each client's row is, if there are those of some clients alone; (): row k is
+    # client k's
+    place: Any = ()
+
+
 class State(struct.PyTreeNode):
     """Everything that a run carries from round to round.
 
@@ -271,7 +293,8 @@ class State(struct.PyTreeNode):
     # start; () unless `System.keep_received`
     received: Params
     start_faults: FaultCounts  # what went wrong at the start; the first round reports it
-    own: Any = ()  # `OwnRows`, what each client keeps beside its group's model; () if nothing
+    # `Rows` by the name of each method or layer, what clients keep beside their group's model
+    rows: dict[str, Rows] = struct.field(default_factory=dict)
 
 
 class Info(struct.PyTreeNode):
@@ -341,60 +364,6 @@ class Selection(NamedTuple):
     poll: Callable[..., Poll] | None = None
 
 
-class OwnRows(struct.PyTreeNode):
-    """What each client keeps for itself."""
-
-    rows: Any  # [K, ...]
-    trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
-    # [K] int32, the group that each row is about, -1: none; () where rows are about clients alone
-    group: Any = ()
-    # [K] int32, where each client's row is, if there are those of some clients alone; (): row k is
-    # client k's
-    place: Any = ()
-
-
-class ServerRows(NamedTuple):
-    """What changes where the server has every client's row, too. A row is the client's statement
-    about its group: it changes only with an update that is used, and begins anew when the client
-    gets another group.
-    """
-
-    # (row, mean row) -> what ONE client trains with, as `work.own`
-    give: Callable[[Any, Any], Any]
-    # (local, work, upload) -> the upload without what `give` did to the updates, for methods that
-    # compare them
-    restore: Callable[..., Upload]
-    # True: rows are sent up with the updates, and down the mean row of the group's members; False:
-    # the server makes a client's new row from its update
-    sent: bool = True
-    # (mean row of the members, their number []) -> what is added to ONE group's step; None: nothing
-    move: Callable[[Any, jax.Array], Params] | None = None
-
-
-class Personal(NamedTuple):
-    """What each client keeps for itself and trains beside its group's model, over any method: a
-    row of any pytree. Groups, and what is sent, stay those of the method.
-    """
-
-    name: str  # of the method, for messages
-    # (model) -> row, ONE client's first, from the model that it is served at the start
-    init: Callable[[Params], Any]
-    # (task, local, solve) -> a `ClientFn` that also trains `work.own`, one client's row, and gives
-    # its new row as `Upload.own`; `solve` is the method's own
-    train: Callable[..., Any]
-    # (row, model of its group) -> the model that a client is tested on, and uses; None: its group's
-    combine: Callable[[Any, Params], Params] | None
-    # where models are split, (model or models, or their shapes) -> the part that is sent; None:
-    # all. The other part of all group models is that of the first one, and stays so
-    sent_part: Callable[[Params], Params] | None = None
-    # (row, model of a group) -> the model by which a client judges the group; None: the group's
-    judge: Callable[[Any, Params], Params] | None = None
-    server: ServerRows | None = None  # where rows are the server's, too; None: nobody else has them
-    # (local) -> how a client trains the model of its group whenever it uses it, in place of
-    # `combine`, on its own samples; None: it does not
-    adapt: Callable[[Any], Any] | None = None
-
-
 class Algorithm(NamedTuple):
     """THE contract. Its first three fields are pure functions that every method has; the rest
     says how a run treats them. `engine.federated` builds one from parts.
@@ -415,9 +384,9 @@ class Algorithm(NamedTuple):
     # (state, data, clients [n] or None: all) -> models [n, ...] that these clients are tested on
     # and use; None: those that `serve` serves
     personal_models: Callable[..., Params] | None = None
-    # (state) -> the rows [m, ...] that clients of each group keep at the start, see `OwnRows`.
-    # None: there are none, or a round reads those of clients outside its cohort
-    first_rows: Callable[[State], Any] | None = None
+    # (state) -> by layer, the rows [m, ...] that clients of each group keep at the start, of layers
+    # whose rows a round reads of its cohort alone. None: there are none
+    first_rows: Callable[[State], dict[str, Any]] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None
     # (data) -> None; raises InputError for data that the method cannot use. None: it uses any

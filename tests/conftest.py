@@ -47,6 +47,7 @@ from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.runs.resume import CHECKPOINTS
 from fedjax_cfl.simulation.compiler import use_compile_cache
 from fedjax_cfl.system.reports import add_traffic, count_to_int
+from fedjax_cfl.types import Rows
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
 # what is imported stays: tracing makes so many objects that looking through all of them takes a
@@ -286,3 +287,9 @@ def call(monkeypatch, line: str, devices: int = 2) -> int:
         return main()
     except SystemExit as ended:
         return ended.code
+
+
+def kept(state):
+    """Returns the `Rows` of a state with one layer; without any values where it keeps nothing."""
+    (rows,) = state.rows.values() or (Rows((), None),)
+    return rows

@@ -122,7 +122,7 @@ def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
             batches = batches_of(later_passes(toy, client, 1), local.batch_size)[:1]
             own = trained(own, toy, batches, ALPHA)
         close([found], [own])
-    assert not jax.tree.leaves(states[-1].own.rows)
+    assert not states[-1].rows
 
 
 @pytest.mark.parametrize("steps", [None, nightly(3)])
@@ -164,7 +164,7 @@ def test_without_a_step_it_is_the_method_below(toy, linear, local, method):
     """Fine-tuning always; Per-FedAvg where the second of its two batches is all that a client has:
     the same batch in another order."""
     pick = select.uniform(COHORT)
-    tuned = method.name == "fine-tuning"
+    tuned = method.name == "fine_tune"
     whole = local if tuned else local.replace(batch_size=64)
     once = whole if tuned else whole.replace(epochs=1)
     algorithm = algorithms.fedavg(linear, whole.replace(personal=method), pick)

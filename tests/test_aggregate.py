@@ -9,6 +9,7 @@ import pytest
 from conftest import ledger, matrix
 
 from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import (
     add_inter_group,
     cohort_mean,
@@ -18,7 +19,6 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.system.reports import make_traffic
 from fedjax_cfl.types import Cohort, Upload
 

@@ -17,7 +17,7 @@ from fedjax_cfl.clustering.assign import (
     nearest_direction,
     random_group,
 )
-from fedjax_cfl.round.method import Round
+from fedjax_cfl.method import Round
 from fedjax_cfl.system import reports
 from fedjax_cfl.system.reports import make_count, make_report, no_faults
 from fedjax_cfl.types import Cohort, State

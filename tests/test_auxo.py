@@ -13,8 +13,8 @@ from conftest import at_once, build, nightly
 from fedjax_cfl import algorithms
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 
 auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the function, too

@@ -18,8 +18,8 @@ from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import select

@@ -11,8 +11,8 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation.check import (
     check_newcomers,
@@ -34,7 +34,7 @@ def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
         return r.cohort.ids % m, make_report()
 
     given = {"start": start, "assign": assign} | hooks
-    algorithm = cfl.federated(task, local, system, Hooks(sgd(task, local), **given))
+    algorithm = cfl.federated(task, local, system, Method(sgd(task, local), **given))
     return algorithm._replace(serve=serve) if serve else algorithm
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, others_nightly, spent
+from conftest import kept, nightly, others_nightly, spent
 from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
@@ -453,5 +453,5 @@ def test_clients_may_keep_a_model_of_their_own(name, build):
     assert after == state
     one = jax.eval_shape(task.init, key)
     models = jax.tree.map(lambda leaf: (data.num_clients, *leaf.shape), one)
-    assert jax.tree.map(lambda leaf: leaf.shape, state.own.rows) == models
+    assert jax.tree.map(lambda leaf: leaf.shape, kept(state).values) == models
     jax.eval_shape(algorithm.personal_models, state, data)

@@ -22,8 +22,8 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import RunError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.rounds import init_data_state, run_round
@@ -236,7 +236,7 @@ def idle(task, local, pick):
             start_group=mine.group,
         )
 
-    meet = Hooks(visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, make_report()))
+    meet = Method(visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, make_report()))
     return federated(task, local, pick, meet)
 
 
@@ -263,7 +263,7 @@ def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
     def choose(r):
         return jnp.where(r.cohort.ids == 5, 3, 0), make_report()
 
-    hooks = Hooks(sgd(linear, local), random_groups(linear, 3), assign=choose)
+    hooks = Method(sgd(linear, local), random_groups(linear, 3), assign=choose)
     algorithm = federated(linear, local, select.rr_then_random(5), hooks)
     with pytest.raises(RunError, match=r"round 1: client 5 is in group 3; the method has 3, .*"):
         cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.execution.mesh)

@@ -29,9 +29,9 @@ from fedjax_cfl.client.executor import then
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.keys import FAULTS, START, derive_key
+from fedjax_cfl.method import Method, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, Round
 from fedjax_cfl.round.start import count_groups, random_groups
 from fedjax_cfl.simulation.rows import raise_if_nonfinite
 from fedjax_cfl.system import faults, power_of_choice, select
@@ -218,7 +218,7 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         return weighted_mean(r._replace(upload=left))
 
     def by_hand(task, local, select):
-        hooks = Hooks(sgd(task, local), aggregate=without_them)
+        hooks = Method(sgd(task, local), aggregate=without_them)
         return federated(task, local, select, hooks)
 
     def one(algorithm):
@@ -335,7 +335,7 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
         return random_groups(linear, 1)(key, data)._replace(memory=jnp.zeros(CLIENTS))
 
     system = cfl.System(select.from_table(EVERYBODY), Faults(dropout=chance))
-    hooks = Hooks(solve, start=start, prepare=prepare, finish=finish)
+    hooks = Method(solve, start=start, prepare=prepare, finish=finish)
     _, last, infos = compiled(federated(linear, local, system, hooks), 1)(toy)
     cohort, key = cohort_of(*range(CLIENTS)), derive_key(KEY, FAULTS, 0)
     gone = faults.draw_failures(key, faults.DROPOUT, cohort, chance) & (toy.train.size > 0)

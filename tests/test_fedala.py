@@ -90,7 +90,7 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, m, width):
                 groups[g] = jax.tree.map(lambda *all: np.mean(all, axis=0), *found)
             agree(exact(after.groups, g), groups[g])
     for k, row in rows.items():
-        own = exact(states[-1].own.rows, k)
+        own = exact(states[-1].rows["FedALA"].values, k)
         agree(own.model, row["model"])
         agree(own.weights["head"], row["weights"])
         agree(exact(used_models(algorithm, states[-1], toy).models, k), row["model"])
@@ -102,7 +102,11 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, m, width):
 
 def moved(before, after):
     """Returns who has trained in a round."""
-    pairs = zip(jax.tree.leaves(before.own.rows), jax.tree.leaves(after.own.rows), strict=True)
+    pairs = zip(
+        jax.tree.leaves(before.rows["FedALA"].values),
+        jax.tree.leaves(after.rows["FedALA"].values),
+        strict=True,
+    )
     changes = [(np.asarray(a) != b).reshape(len(SIZES), -1).any(1) for a, b in pairs]
     return np.any(changes, axis=0)
 
@@ -120,7 +124,7 @@ def test_who_changes_its_group_fits_anew(group, fitted, weight):
         seen.append(row)
         return row.weights
 
-    work = Work(jnp.int32(group), jnp.ones(()), jnp.ones(()), own=row)
+    work = Work(jnp.int32(group), jnp.ones(()), jnp.ones(()), rows={"FedALA": row})
     models = {"head": {"bias": jnp.zeros((2, 1))}}
     shared = jax.random.key(0), models
     train_from_mixture(fit, lambda *given: just(None), jnp.int32(3), None, shared, work)

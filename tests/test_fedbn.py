@@ -142,7 +142,7 @@ def test_over_groups_clients_judge_by_norms_of_the_start_or_their_own(toy, local
         state = play(build(algorithms.ifca, task, one, PICK, m=2), toy)[-1]
         norms_of_groups = matrix(state.groups["batch_stats"])
         np.testing.assert_array_equal(norms_of_groups[0], norms_of_groups[1])
-        assert np.isfinite(matrix(state.own.rows)).all()
+        assert np.isfinite(matrix(state.rows["FedBN"].values)).all()
 
 
 class Still(nn.Module):

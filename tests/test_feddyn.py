@@ -33,7 +33,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.client.local import Work
 from fedjax_cfl.keys import TRAIN, derive_key
-from fedjax_cfl.personal import ditto, feddyn
+from fedjax_cfl.personal import feddyn, scaffold
 from fedjax_cfl.system import select
 
 PICK, ALPHA, CLIENTS = select.uniform(6), 0.6, len(SIZES)
@@ -87,7 +87,11 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     for number, state in enumerate(states[1:]):
         twin.play(number, toy, own)
         close(models_of(state.groups), twin.groups, 1e-4)
-        close([(1 / ALPHA) * row for row in models_of(state.own.rows)], twin.variates, 1e-4)
+        close(
+            [(1 / ALPHA) * row for row in models_of(state.rows["FedDyn"].values)],
+            twin.variates,
+            1e-4,
+        )
         sizes |= {twin.group.count(g) for g in range(m)}
     assert m == 1 or (twin.moves > 0 and sizes & {1, 2} and max(sizes) > 2)
     sent = spent(states[0], states[-1])
@@ -121,7 +125,7 @@ def test_clients_end_at_one_model_where_all_losses_together_have_no_slope(toy, l
         held = samples(toy, k)
         if len(held):
             slopes.append(gradient(model, x[held], y[held]))
-            close([models_of(state.own.rows)[k]], [-1.0 * slopes[-1]], 2e-3)
+            close([models_of(state.rows["FedDyn"].values)[k]], [-1.0 * slopes[-1]], 2e-3)
     assert np.abs(mean(slopes).flat()).max() < 1e-3 < np.abs(slopes[0].flat()).max()
 
 
@@ -129,15 +133,15 @@ def test_clients_end_at_one_model_where_all_losses_together_have_no_slope(toy, l
 def test_running_statistics_have_no_term(toy, local):
     task = cfl.as_task(Normed(), (FEATURES,), CLASSES)
     before, *_, after = play(algorithms.feddyn(task, local, PICK), toy, 2)
-    assert (matrix(after.own.rows["batch_stats"]) == 0).all()
-    assert (matrix(after.own.rows["Dense_0"]) != 0).any()
+    assert (matrix(after.rows["FedDyn"].values["batch_stats"]) == 0).all()
+    assert (matrix(after.rows["FedDyn"].values["Dense_0"]) != 0).any()
     assert (matrix(after.groups["batch_stats"]) != matrix(before.groups["batch_stats"])).any()
 
 
 def test_methods_compare_updates_without_the_linear_term(local):
     """lr steps h is added to what a client sends."""
     one = local.replace(personal=feddyn(alpha=ALPHA))
-    restore = one.personal.server.restore
+    uncorrect = one.personal.correction.uncorrect
     row = {"w": np.array([[2.0], [3.0]], np.float32)}
     upload = cfl.Upload(
         delta={"w": np.ones((2, 1), np.float32)},
@@ -147,8 +151,8 @@ def test_methods_compare_updates_without_the_linear_term(local):
         steps=np.array([4, 0]),
         start_group=np.zeros(2, np.int32),
     )
-    work = Work(np.zeros(2, np.int32), np.ones(2), np.full(2, 0.5), own=row)
-    found = restore(one, work, upload)
+    work = Work(np.zeros(2, np.int32), np.ones(2), np.full(2, 0.5))
+    found = uncorrect(one, work, row, upload)
     np.testing.assert_allclose(found.delta["w"][:, 0], [1 + 0.2 * 0.5 * 4 * 2, 1])
 
 
@@ -158,7 +162,7 @@ def test_terms_change_only_with_updates_that_are_used(toy, linear, local):
     algorithm = algorithms.feddyn(linear, local, system)
     before = jax.jit(algorithm.init)(key, toy)
     after, info = jax.jit(algorithm.round)(key, before, toy)
-    changed = (matrix(before.own.rows) != matrix(after.own.rows)).any(1)
+    changed = (matrix(before.rows["FedDyn"].values) != matrix(after.rows["FedDyn"].values)).any(1)
     assert 0 < changed.sum() == info.clients < 6
 
 
@@ -182,8 +186,7 @@ def test_what_does_not_fit_is_refused_in_one_line(linear, local, case):
     one_line(says, make)
 
 
-def test_two_personal_methods_are_refused(linear, local):
-    both = local.replace(personal=ditto())
-    says = "algorithm=feddyn keep feddyn's rows and nothing else, without Ditto"
-    one_line(says, algorithms.feddyn, linear, both, PICK)
+def test_two_corrections_are_refused(linear, local):
+    both = local.replace(personal=scaffold())
+    one_line("both correct the training", algorithms.feddyn, linear, both, PICK)
     one_line("algorithm.alpha=0.0", algorithms.feddyn, linear, local, PICK, alpha=0.0)

@@ -15,8 +15,8 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.algorithms.fednova import find_length, mean_of_normalized
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.method import Round
 from fedjax_cfl.personal import ditto, scaffold
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Upload
 

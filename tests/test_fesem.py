@@ -31,8 +31,8 @@ from fedjax_cfl.clustering.migrate import tv
 from fedjax_cfl.data import drift
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, Traffic, Upload
 

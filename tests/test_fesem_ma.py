@@ -32,6 +32,7 @@ from fedjax_cfl.algorithms.fesem.start import ClientModels
 from fedjax_cfl.client.executor import just, run_one
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Round
 from fedjax_cfl.models.zoo import (
     MCLR,
     MLP,
@@ -43,7 +44,6 @@ from fedjax_cfl.models.zoo import (
     MnistCNN,
     StackedLSTM,
 )
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 

@@ -5,7 +5,7 @@ of rows on the devices, to the bit.
 import jax
 import numpy as np
 import pytest
-from conftest import stop_and_go_on, with_execution
+from conftest import kept, stop_and_go_on, with_execution
 
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
@@ -48,10 +48,10 @@ def play(algorithm, task, data, mesh):
 def assert_equal(one, other):
     """Asserts that two runs left the same to the last bit."""
     jax.tree.map(
-        np.testing.assert_array_equal, one.state.replace(own=()), other.state.replace(own=())
+        np.testing.assert_array_equal, one.state.replace(rows={}), other.state.replace(rows={})
     )
-    for name in ("rows", "trained"):
-        left, right = (getattr(each.state.own, name) for each in (one, other))
+    for name in ("values", "trained"):
+        left, right = (getattr(kept(each.state), name) for each in (one, other))
         jax.tree.map(np.testing.assert_array_equal, left, right)
     jax.tree.map(np.testing.assert_array_equal, one.clients, other.clients)
     for left, right in zip(one.rows, other.rows, strict=True):
@@ -75,7 +75,7 @@ def test_rows_on_the_host_are_those_on_the_devices(
     host = play(algorithm, mlp, population, mesh)
     device = play(algorithm._replace(first_rows=None), mlp, population, mesh)
     assert_equal(host, device)
-    rows = jax.tree.leaves(host.state.own.rows)
+    rows = jax.tree.leaves(kept(host.state).values)
     on_host = name not in ON_DEVICES
     assert all(isinstance(leaf, np.ndarray) == on_host for leaf in rows)
     assert ("host_rows" in host.memory) == on_host
@@ -84,9 +84,12 @@ def test_rows_on_the_host_are_those_on_the_devices(
         assert host.memory["client_memory"] < device.memory["client_memory"]
         group = np.maximum(host.state.assignment, 0)
         first = algorithm.first_rows(host.state)
-        begun = host_rows.make_rows(host.state.replace(own=host.state.own.replace(rows=first)))
+        few = {name: kept(host.state).replace(values=values) for name, values in first.items()}
+        begun = host_rows.make_rows(host.state.replace(rows=few))
         jax.tree.map(
-            lambda made, few: np.testing.assert_array_equal(made, few[group]), begun.own.rows, first
+            lambda made, few: np.testing.assert_array_equal(made, few[group]),
+            {name: rows.values for name, rows in begun.rows.items()},
+            first,
         )
     models = [
         copy_models(algorithm._replace(first_rows=first), run.state, population)

@@ -87,7 +87,7 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, width, momentum):
         server = jax.tree.map(lambda *all, w=weights: np.average(all, axis=0, weights=w), *answers)
         mine = jax.tree.map(lambda leaf: leaf[0], states[number + 1].groups)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), mine, server)
-    rows = states[-1].own.rows
+    rows = states[-1].rows["MOON"].values
     np.testing.assert_array_equal(rows.known, [k in previous for k in range(len(SIZES))])
     for k, model in previous.items():
         mine = jax.tree.map(lambda leaf, k=k: leaf[k], rows.model)

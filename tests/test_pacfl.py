@@ -22,7 +22,7 @@ from fedjax_cfl.algorithms.pacfl import angles, class_directions, leading_direct
 from fedjax_cfl.clustering.one_shot import join_or_found
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
-from fedjax_cfl.round.method import Round
+from fedjax_cfl.method import Round
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import make_report

@@ -12,6 +12,7 @@ from conftest import (
     SIZES,
     at_once,
     build,
+    kept,
     matrix,
     nightly,
     one_line,
@@ -27,7 +28,19 @@ from test_reference import KEY, batches_of, gradient, models_of, passes
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
-from fedjax_cfl.personal import apfl, ditto, fedbabu, fedper, fedrep, lg_fedavg, pfedme
+from fedjax_cfl.personal import (
+    apfl,
+    ditto,
+    fedbabu,
+    feddyn,
+    fedper,
+    fedrep,
+    fine_tune,
+    lg_fedavg,
+    moon,
+    pfedme,
+    scaffold,
+)
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
@@ -57,7 +70,7 @@ def test_ditto_equals_its_twin(toy, linear, local, m, width):
     pick = select.uniform(COHORT)
     own = with_execution(local, width=width).replace(personal=ditto(lam=LAM))
     states = play(build(algorithms.ifca, linear, own, pick, m=m), toy)
-    rows = models_of(states[0].own.rows)
+    rows = models_of(kept(states[0]).values)
     for before, after in itertools.pairwise(states):
         number, sent = int(before.round), models_of(before.groups)
         for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size).tolist():
@@ -67,7 +80,7 @@ def test_ditto_equals_its_twin(toy, linear, local, m, width):
             batches = batches_of(epochs, local.batch_size)
             center = sent[int(after.assignment[client])]
             rows[client] = pulled(rows[client], center, toy, batches, local.lr, LAM)
-    for found, expected in zip(models_of(states[-1].own.rows), rows, strict=True):
+    for found, expected in zip(models_of(kept(states[-1]).values), rows, strict=True):
         np.testing.assert_allclose(found.flat(), expected.flat(), rtol=1e-5, atol=1e-5)
 
 
@@ -101,7 +114,8 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
     one = local.replace(personal=fedper(judge=judge))
     states = play(build(algorithms.ifca, mlp, one, pick, m=2), toy)
     heads = [
-        jax.tree.map(lambda leaf, k=k: leaf[k], states[0].own.rows) for k in range(toy.num_clients)
+        jax.tree.map(lambda leaf, k=k: leaf[k], kept(states[0]).values)
+        for k in range(toy.num_clients)
     ]
     template = {"head": jax.tree.map(lambda leaf: leaf[0], states[0].groups["head"])}
     x, y = np.asarray(toy.x), np.asarray(toy.y)
@@ -138,7 +152,7 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
     for client, head in enumerate(heads):
         jax.tree.map(
             lambda found, twin, k=client: np.testing.assert_allclose(found[k], twin, atol=2e-5),
-            states[-1].own.rows,
+            kept(states[-1]).values,
             head,
         )
     # the server's heads are those of the start
@@ -224,7 +238,8 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
     states = play(build(algorithms.fedavg, mlp, one, pick), toy)
     x, y = np.asarray(toy.x), np.asarray(toy.y)
     server = jax.tree.map(lambda leaf: leaf[0], states[0].groups)
-    kept = [jax.tree.map(lambda leaf, k=k: leaf[k], states[0].own.rows) for k in range(len(SIZES))]
+    values = kept(states[0]).values
+    rows = [jax.tree.map(lambda leaf, k=k: leaf[k], values) for k in range(len(SIZES))]
     for number in range(ROUNDS):
         answers, weights = [], []
         for client in pick.draw(derive_key(KEY, SELECT, number), number, np.array(SIZES)).tolist():
@@ -232,7 +247,7 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
                 continue
             epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
             batches = [(x[b], y[b]) for b in batches_of(epochs, local.batch_size)]
-            model, kept[client] = twin(mlp, server, kept[client], batches, local.lr)
+            model, rows[client] = twin(mlp, server, rows[client], batches, local.lr)
             if name == "fedrep":
                 model = model | {"head": server["head"]}
             answers.append(model)
@@ -242,8 +257,8 @@ def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
         )
     close = lambda found, twin: np.testing.assert_allclose(found, twin, atol=3e-5)  # noqa: E731
     jax.tree.map(lambda found, twin: close(found[0], twin), states[-1].groups, server)
-    found = states[-1].own.rows
-    for client, row in enumerate(kept):
+    found = kept(states[-1]).values
+    for client, row in enumerate(rows):
         leaves = jax.tree.leaves(jax.tree.map(lambda leaf, k=client: leaf[k], found))
         for mine, theirs in zip(leaves, jax.tree.leaves(row), strict=True):
             close(mine, theirs)
@@ -258,7 +273,7 @@ def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
     expected = play(build(algorithms.ifca, mlp, one, pick, m=2), toy)[-1]
     other = with_execution(one, mesh=cfl.make_mesh(4), width=3)
     found = play(build(algorithms.ifca, mlp, other, pick, m=2), toy)[-1]
-    for a, b in zip(jax.tree.leaves(expected.own), jax.tree.leaves(found.own), strict=True):
+    for a, b in zip(jax.tree.leaves(expected.rows), jax.tree.leaves(found.rows), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_array_equal(expected.assignment, found.assignment)
 
@@ -270,11 +285,11 @@ def test_who_is_tested_on_what(toy, mlp, local):
     state = play(algorithm, toy, 1)[-1]
     ids = pick.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
     trained = [k in ids and SIZES[k] > 0 for k in range(len(SIZES))]
-    np.testing.assert_array_equal(state.own.trained, trained)
+    np.testing.assert_array_equal(kept(state).trained, trained)
     models, index, *_ = used_models(algorithm, state, toy)
     np.testing.assert_array_equal(index, np.arange(len(SIZES)))
     for client, has in enumerate(trained):
-        source = state.own.rows if has else state.groups
+        source = kept(state).values if has else state.groups
         row = client if has else 0
         for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(source), strict=True):
             np.testing.assert_array_equal(a[client], b[row])
@@ -298,8 +313,8 @@ def test_what_a_client_has_trained_survives_a_lost_answer(toy, linear, local):
     one = local.replace(personal=ditto())
     before, after = play(algorithms.fedavg(linear, one, system), toy, 1)
     np.testing.assert_array_equal(matrix(before.groups), matrix(after.groups))
-    moved = np.any(matrix(before.own.rows) != matrix(after.own.rows), axis=1)
-    np.testing.assert_array_equal(moved, after.own.trained)
+    moved = np.any(matrix(kept(before).values) != matrix(kept(after).values), axis=1)
+    np.testing.assert_array_equal(moved, kept(after).trained)
     assert moved.sum() == sum(
         SIZES[k] > 0
         for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
@@ -310,9 +325,9 @@ def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
     bad = toy.replace(x=toy.x.at[toy.train.order[toy.train.start[1]]].set(np.nan))
     one = local.replace(personal=ditto())
     _, after = play(algorithms.fedavg(linear, one, select.full_participation()), bad, 1)
-    assert np.isfinite(matrix(after.own.rows)).all()
-    assert not after.own.trained[1]
-    assert after.own.trained[0]
+    assert np.isfinite(matrix(kept(after).values)).all()
+    assert not kept(after).trained[1]
+    assert kept(after).trained[0]
 
 
 @pytest.mark.nightly
@@ -388,7 +403,70 @@ def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     np.testing.assert_array_equal(member.table["group"], alone.table["group"])
 
 
-@pytest.mark.parametrize("given", [(fedper(), ditto()), [ditto()], ditto, "ditto"])
-def test_one_at_a_time(given, local):
-    """Also what is no personal method at all."""
-    one_line("Several at once are not stacked", local.replace, personal=given)
+@pytest.mark.parametrize("given", [ditto, "ditto", [ditto(), "apfl"]])
+def test_what_is_no_layer_is_refused(given, local):
+    one_line("local.personal: takes what functions of cfl.personal", local.replace, personal=given)
+
+
+BOTH_TESTED = "both say which model a client is tested on; use one of the two"
+UNFIT = {
+    "two models": ((ditto(), apfl()), f"personal=[ditto,apfl]: {BOTH_TESTED}"),
+    "a part and a model": ((fedper(), fine_tune()), f"personal=[fedper,fine_tune]: {BOTH_TESTED}"),
+    "two corrections": (
+        (scaffold(), feddyn()),
+        "personal=[scaffold,feddyn]: both correct the training of clients",
+    ),
+    "a part is corrected": (
+        (scaffold(), lg_fedavg()),
+        "personal=[scaffold,lg_fedavg]: a correction is for models that are sent as a whole",
+    ),
+    "twice": ((moon(), moon()), "personal: moon is given twice; use it once"),
+    "two steps": ((pfedme(), fedbabu()), BOTH_TESTED),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_layers_that_do_not_fit_are_refused_in_one_line(case, mlp, local):
+    given, says = UNFIT[case]
+    pick = select.uniform(COHORT)
+    one_line(says, algorithms.fedavg, mlp, local.replace(personal=given), pick)
+
+
+def test_a_stack_is_its_layers_where_they_do_not_meet(toy, mlp, local):
+    """SCAFFOLD under Ditto: groups and variates are SCAFFOLD's alone, bit for bit; the own model is
+    pulled to what SCAFFOLD sends.
+    """
+    pick = select.uniform(COHORT)
+    alone, both = (
+        play(build(algorithms.ifca, mlp, local.replace(personal=given), pick, m=2), toy)[-1]
+        for given in (scaffold(), [scaffold(), ditto(lam=LAM)])
+    )
+    jax.tree.map(np.testing.assert_array_equal, alone.groups, both.groups)
+    jax.tree.map(np.testing.assert_array_equal, alone.rows["SCAFFOLD"], both.rows["SCAFFOLD"])
+    assert both.rows.keys() == {"SCAFFOLD", "Ditto"}
+
+
+def test_a_corrected_step_equals_its_twin_under_apfl(toy, mlp, local):
+    """Both models of APFL over SCAFFOLD: w goes by corrected gradients, v by plain ones."""
+    pick = select.full_participation()
+    one = local.replace(personal=[scaffold(), apfl(alpha=0.3)])
+    states = play(build(algorithms.fedavg, mlp, one, pick), toy, 2)
+    x, y = np.asarray(toy.x), np.asarray(toy.y)
+    before, after = states[1:]
+    server = jax.tree.map(lambda leaf: leaf[0], before.groups)
+    variates = before.rows["SCAFFOLD"].values
+    mean = jax.tree.map(lambda leaf: np.mean(leaf, axis=0), variates)
+    for client in (0, 3):
+        own, variate = (
+            jax.tree.map(lambda leaf, k=client: leaf[k], rows)
+            for rows in (before.rows["APFL"].values.model, variates)
+        )
+        added, model = jax.tree.map(np.subtract, mean, variate), server
+        epochs = passes(derive_key(KEY, TRAIN, 1), toy, client, local.epochs)
+        for batch in batches_of(epochs, local.batch_size):
+            mixed = jax.tree.map(lambda v, w: 0.3 * v + 0.7 * w, own, model)
+            own = less(own, slope(mlp, mixed, x[batch], y[batch]), 0.3 * local.lr)
+            direction = jax.tree.map(np.add, slope(mlp, model, x[batch], y[batch]), added)
+            model = less(model, direction, local.lr)
+        found = jax.tree.map(lambda leaf, k=client: leaf[k], after.rows["APFL"].values.model)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5), found, own)

@@ -16,8 +16,8 @@ from fedjax_cfl.clustering.assign import best_model, cold_start
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.runs.results import SIMILARITY_FILE, read_clients, read_summary
 from fedjax_cfl.simulation.evaluate import evaluate_clients
@@ -193,7 +193,7 @@ def warm_start(task, local, system):
             assignment=jax.numpy.zeros(data.num_clients, int)
         )
 
-    hooks = Hooks(sgd(task, local), start, assign=cold_start(best_model(task, local)))
+    hooks = Method(sgd(task, local), start, assign=cold_start(best_model(task, local)))
     return federated(task, local, system, hooks)
 
 
@@ -243,7 +243,7 @@ def personal(task, local, select):
         trained = jax.tree.map(lambda old, new: old[0] + new, r.before.groups, r.upload.delta)
         return r.state.replace(memory=jax.tree.map(r.cohort.put, r.state.memory, trained))
 
-    hooks = Hooks(sgd(task, local), start, finish=finish)
+    hooks = Method(sgd(task, local), start, finish=finish)
     return federated(task, local, wrapped, hooks)._replace(
         serve=lambda state: ServedModels(state.memory, jax.numpy.arange(state.assignment.size))
     )

@@ -183,7 +183,7 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
     with pytest.raises(
         InputError,
         match="resident=host: this algorithm reads the samples of clients outside its cohort, or"
-        " is a method of your own whose Hooks have no start_clients",
+        " is a method of your own whose Method have no start_clients",
     ):
         cfl.run(flexcfl, linear, both[1], key, mesh=local.execution.mesh, rounds=1)
     fedavg = cfl.algorithms.fedavg(linear, local, select)

@@ -18,8 +18,8 @@ from sklearn.metrics import adjusted_rand_score
 from fedjax_cfl import algorithms
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.keys import ASSIGN, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.method import Method, Start
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, Start
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.availability import online_by_intervals
@@ -288,7 +288,7 @@ def test_clients_that_move_after_training_bring_their_models(toy, linear, local)
         return r.cohort.ids % 2, make_report()
 
     solve = sgd(linear, local)
-    hooks = Hooks(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
+    hooks = Method(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
     algorithm = federated(linear, local, everybody, hooks)
     one_round = jax.jit(algorithm.round)
     state = jax.jit(algorithm.init)(KEY, toy)
@@ -424,7 +424,7 @@ def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, 
         return Start(models, jnp.arange(14) % 2)
 
     timed = System(pick, clock=clock)
-    algorithm = federated(linear, local, timed, Hooks(sgd(linear, local), start, assign=assign))
+    algorithm = federated(linear, local, timed, Method(sgd(linear, local), start, assign=assign))
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
     models, times, lost, empty, silent = models_of(state.groups), np.zeros(2), 0, 0, 0
     for round in range(10):

@@ -38,14 +38,15 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.method import Method, Start
 from fedjax_cfl.models import BatchNorm
-from fedjax_cfl.personal import ditto, scaffold
+from fedjax_cfl.personal import feddyn, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.client_rows import find_members, renew_rows
+from fedjax_cfl.round.client_rows import find_members, reset_rows_of_movers
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, Start
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
+from fedjax_cfl.types import Rows
 
 COHORT, CLIENTS = 6, len(SIZES)
 
@@ -130,7 +131,7 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     for number, state in enumerate(states[1:]):
         twin.play(number, toy, pick, own, momentum)
         close(models_of(state.groups), twin.groups)
-        close(models_of(state.own.rows), twin.variates, 2e-4)
+        close(models_of(state.rows["SCAFFOLD"].values), twin.variates, 2e-4)
         if m > 1:
             met = np.asarray(state.assignment)
             np.testing.assert_array_equal(met, twin.group)
@@ -153,7 +154,7 @@ def test_one_full_step_keeps_the_gradient_at_the_received_model(toy, linear, loc
     one = local.replace(epochs=1, batch_size=64)
     before, after = play(algorithms.scaffold(linear, one, select.full_participation()), toy, 1)
     x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)
-    for client, found in enumerate(models_of(after.own.rows)):
+    for client, found in enumerate(models_of(after.rows["SCAFFOLD"].values)):
         held = samples(toy, client)
         expected = gradient(models_of(before.groups)[0], x[held], y[held]) if len(held) else None
         close([found], [expected or 0.0 * found], 1e-5)
@@ -175,19 +176,19 @@ def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
     def finish(r):
         return r.state.replace(memory=(r.state.memory[0], seen(r.upload.delta)))
 
-    hooks = Hooks(
+    hooks = Method(
         sgd(linear, local), start=start, regroup=regroup, aggregate=uniform_mean, finish=finish
     )
     pick = select.uniform(COHORT)
     before, after = play(federated(linear, corrected(local), pick, hooks), toy, 3)[-2:]
     ids = pick.draw(derive_key(KEY, SELECT, 2), 2, toy.train.size)
-    kept = matrix(after.own.rows)[np.asarray(ids)]
+    kept = matrix(after.rows["SCAFFOLD"].values)[np.asarray(ids)]
     steps = np.array([local.epochs * -(-SIZES[k] // local.batch_size) for k in ids.tolist()])
     plain = -local.lr * steps[:, None] * kept
     order = np.lexsort(plain.T)
     for delta in map(matrix, after.memory):
         np.testing.assert_allclose(delta[np.lexsort(delta.T)], plain[order], atol=2e-5)
-    old = matrix(before.own.rows)
+    old = matrix(before.rows["SCAFFOLD"].values)
     bend = local.lr * steps[:, None] * (old[np.asarray(ids)] - old.mean(0))
     used = steps > 0
     step = matrix(after.groups)[0] - matrix(before.groups)[0]
@@ -202,11 +203,15 @@ def test_a_variate_is_about_the_model_of_its_group(toy, linear, local):
     groups = jax.tree.map(lambda leaf: leaf.at[2].set(leaf[0]), state.groups)
     was, now = jnp.full(CLIENTS, 1), jnp.full(CLIENTS, 1)
     was, now = was.at[:5].set([0, 0, 0, -1, 1]), now.at[:5].set([0, 1, 2, 1, -1])
-    rows = jax.tree.map(jnp.ones_like, state.own.rows)
-    own = state.own.replace(rows=rows, group=was, trained=was >= 0)
-    after = renew_rows(one, state.replace(groups=groups, assignment=now, own=own)).own
+    rows = jax.tree.map(jnp.ones_like, state.rows["SCAFFOLD"].values)
+    state = state.replace(
+        groups=groups,
+        assignment=now,
+        rows={"SCAFFOLD": Rows(rows, group=was, trained=was >= 0)},
+    )
+    after = reset_rows_of_movers(one, state).rows["SCAFFOLD"]
     kept = [True, False, True, False, False, *[True] * (CLIENTS - 5)]
-    np.testing.assert_array_equal(matrix(after.rows), np.repeat(kept, 24).reshape(-1, 24))
+    np.testing.assert_array_equal(matrix(after.values), np.repeat(kept, 24).reshape(-1, 24))
     np.testing.assert_array_equal(after.group, now)
     np.testing.assert_array_equal(after.trained, kept)
 
@@ -226,12 +231,12 @@ def test_who_moves_by_its_update_begins_anew(toy, linear, local, cut):
         state = state.replace(groups=groups) if cut else state
         return state, (r.cohort.ids % 2).astype(jnp.int32)
 
-    hooks = Hooks(sgd(linear, local), start=start, assign=keep_groups, regroup=regroup)
+    hooks = Method(sgd(linear, local), start=start, assign=keep_groups, regroup=regroup)
     algorithm = federated(linear, corrected(local), select.full_participation(), hooks)
     after = play(algorithm, toy, 1)[-1]
     trained = np.array(SIZES) > 0
     kept = trained & (cut | (np.arange(CLIENTS) % 2 == 0))
-    np.testing.assert_array_equal((matrix(after.own.rows) != 0).any(1), kept)
+    np.testing.assert_array_equal((matrix(after.rows["SCAFFOLD"].values) != 0).any(1), kept)
 
 
 class Normed(nn.Module):
@@ -249,8 +254,8 @@ class Normed(nn.Module):
 def test_running_statistics_have_no_variate(toy, local):
     task = cfl.as_task(Normed(), (FEATURES,), CLASSES)
     before, *_, after = play(algorithms.scaffold(task, local, select.uniform(COHORT)), toy, 2)
-    assert (matrix(after.own.rows["batch_stats"]) == 0).all()
-    assert (matrix(after.own.rows["Dense_0"]) != 0).any()
+    assert (matrix(after.rows["SCAFFOLD"].values["batch_stats"]) == 0).all()
+    assert (matrix(after.rows["SCAFFOLD"].values["Dense_0"]) != 0).any()
     assert (matrix(after.groups["batch_stats"]) != matrix(before.groups["batch_stats"])).any()
 
 
@@ -280,7 +285,9 @@ def test_a_variate_changes_only_with_an_update_that_is_used(toy, linear, local, 
         infos.append(info)
     lost = 0
     for (before, after), info in zip(itertools.pairwise(states), infos, strict=True):
-        changed = (matrix(before.own.rows) != matrix(after.own.rows)).any(1)
+        changed = (
+            matrix(before.rows["SCAFFOLD"].values) != matrix(after.rows["SCAFFOLD"].values)
+        ).any(1)
         assert changed.sum() == info.clients
         faults = info.fault_counts
         lost += int(faults.dropped + faults.nonfinite)
@@ -288,7 +295,7 @@ def test_a_variate_changes_only_with_an_update_that_is_used(toy, linear, local, 
         assert (sent.words_down, sent.words_up) == (0, 0)
         assert (sent.units_down, sent.units_up) == (12, 12 - 2 * int(faults.dropped))
     assert lost > 0
-    assert np.isfinite(matrix(states[-1].own.rows)).all()
+    assert np.isfinite(matrix(states[-1].rows["SCAFFOLD"].values)).all()
 
 
 @pytest.mark.nightly
@@ -300,7 +307,9 @@ def test_what_comes_too_late_changes_nothing(toy, linear, local):
     algorithm = algorithms.scaffold(linear, local, system)
     before = jax.jit(algorithm.init)(KEY, toy)
     after, info = jax.jit(algorithm.round)(KEY, before, toy)
-    changed = (matrix(before.own.rows) != matrix(after.own.rows)).any(1)
+    changed = (matrix(before.rows["SCAFFOLD"].values) != matrix(after.rows["SCAFFOLD"].values)).any(
+        1
+    )
     np.testing.assert_array_equal(changed, (np.arange(CLIENTS) % 2 == 0) & (np.array(SIZES) > 0))
     assert (info.late, info.seconds) == (CLIENTS // 2, 4 * 4 * 24 / 2.0)
 
@@ -322,7 +331,7 @@ REFUSED = {
     "one gradient": (algorithms.fedsgd, scaffold(), "personal=scaffold: changes the steps"),
     "corrected already": (algorithms.feddane, scaffold(), "correct their gradients already"),
     "a model each": (algorithms.nonfed, scaffold(), "a model of its own already"),
-    "two personal methods": (algorithms.scaffold, ditto(), "and nothing else, without Ditto"),
+    "two corrections": (algorithms.scaffold, feddyn(), "both correct the training of clients"),
 }
 
 

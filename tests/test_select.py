@@ -23,7 +23,7 @@ from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key, draw_permutation
-from fedjax_cfl.round.method import Round
+from fedjax_cfl.method import Round
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.power_of_choice import rpow_d

@@ -36,6 +36,7 @@ from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import (
     count_trimmed,
     sort_coordinates,
@@ -43,7 +44,6 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
-from fedjax_cfl.round.method import Round
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import faults, select

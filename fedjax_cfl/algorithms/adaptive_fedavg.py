@@ -16,8 +16,8 @@ from flax import struct
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import FinishFn, Method, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import FinishFn, Hooks, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -62,7 +62,7 @@ def adaptive_fedavg(
         raise InputError(
             "schedule: the server of Adaptive-FedAvg picks the step sizes itself; use constant"
         )
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         memory=start_still,
         prepare=scale_steps,

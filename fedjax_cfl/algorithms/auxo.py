@@ -25,9 +25,9 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, MigrateFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
@@ -123,7 +123,7 @@ def auxo(
     weight of FedProx's pull.
     """
     check_arguments(auxo, locals(), "algorithm")
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_scores, m),

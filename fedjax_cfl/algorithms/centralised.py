@@ -16,8 +16,8 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import put_first
+from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.system.system import System, SystemLike, as_system
@@ -48,7 +48,7 @@ def centralised(task: Task, local: Local, system: SystemLike) -> Algorithm:
     """
     system = as_system(system)
     refuse_clients(local, system)
-    hooks = Hooks(sgd(task, local), prepare=train_as_long_as(system.select, local))
+    hooks = Method(sgd(task, local), prepare=train_as_long_as(system.select, local))
     one_place = drawn_ahead(lambda key, round, size: jnp.zeros(1, jnp.int32))
     algorithm = federated(task, local, system._replace(select=one_place), hooks)
 
@@ -69,7 +69,7 @@ def refuse_clients(local: Local, system: System) -> None:
     kinds = ("dropout", "straggler", "nan", "byzantine")
     failing = [name for name in kinds if getattr(system.faults, name)]
     wrong = {
-        "personal=none": local.personal is not None,
+        "personal=none": bool(local.layers),
         "test_on=group": system.keep_received,
         "clock=none": system.clock is not None,
         **{f"faults.{name}=0": True for name in failing},

@@ -24,12 +24,12 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, met_groups, train_aside
+from fedjax_cfl.clustering.assign import TrainFn, current_groups, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
+from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
@@ -115,11 +115,11 @@ def cfl(
         stationary = (mean_norm < eps1) & (max_norm > eps2)
         return active & stationary & (size > rule.min_size) & (round >= rule.warm_up)
 
-    hooks = Hooks(
+    hooks = Method(
         solve,
         start=one_active_group(task, m),
         memory=partial(init_tree, stale_updates),
-        assign=descend_splits(train_aside(solve, local, system)),
+        assign=descend_splits(train_without_recording(solve, local, system)),
         regroup=bipartition(
             due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.execution.mesh
         ),
@@ -180,7 +180,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
             )
             return here, trained + undecided, report
 
-        begin = jnp.maximum(met_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
+        begin = jnp.maximum(current_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
         gid, trained, report = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
         return gid, report.replace(early=make_traffic(trained, trained))
 

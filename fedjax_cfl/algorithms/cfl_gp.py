@@ -26,13 +26,13 @@ from fedjax_cfl.algorithms.fielding.represent import project
 from fedjax_cfl.algorithms.fl_hc import join_nearest_direction
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, train_aside
+from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
+from fedjax_cfl.method import AggregateFn, Method, PrepareFn, RegroupFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, RegroupFn, Round
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -107,9 +107,9 @@ def cfl_gp(
     """
     check_arguments(cfl_gp, locals(), "algorithm")
     solve = sgd(task, local)
-    train = train_aside(solve, local, system)
+    train = train_without_recording(solve, local, system)
     plan = Plan(m, period, last)
-    hooks = Hooks(
+    hooks = Method(
         solve,
         start=common_model(task, m),
         memory=partial(init_means, m, project_to),

@@ -25,13 +25,13 @@ from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import met_groups
+from fedjax_cfl.clustering.assign import current_groups
 from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
+from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
-from fedjax_cfl.round.client_rows import take_own
+from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -75,7 +75,7 @@ def clove(
     A client that is asked for its losses gets all m models, and sends m words before it trains.
     """
     check_arguments(clove, locals(), "algorithm")
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         start=random_groups(task, m),
         memory=None if stable is None else start_moving,
@@ -99,19 +99,19 @@ def cluster_losses(
 
     Args: as those of `clove`.
     """
-    losses = over_clients(training_loss(task, personal=local.personal), local.execution)
+    losses = over_clients(training_loss(task, local=local), local.execution)
     mesh = local.execution.mesh
 
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
-        keys, m, met = jax.random.split(r.key), state.active.size, met_groups(state, cohort)
+        keys, m, met = jax.random.split(r.key), state.active.size, current_groups(state, cohort)
         size = jnp.where(cohort.ids < data.num_clients, cohort.take(data.train.size), 0)
         at_random = (size > 0) & (first == "random") & (state.round == 0)
         asked = (size > 0) & ~at_random
         if stable is not None:
             asked &= (met < 0) | (state.memory.rounds < stable)
         askers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
-        loss = losses(askers, data, state.groups, take_own(state, cohort, mesh))
+        loss = losses(askers, data, state.groups, take_cohort_rows(state, cohort, mesh))
 
         def cluster(key, loss, asked, alone):
             return match_clusters(key, loss, asked, restarts, alone)
@@ -164,7 +164,7 @@ def count_unmoved(stable: int) -> RegroupFn:
     def regroup(r: Round) -> tuple[State, jax.Array]:
         state = r.state
         answered, rounds = r.upload.weight > 0, state.memory.rounds
-        moved = jnp.any(answered & (r.group != met_groups(state, r.cohort)))
+        moved = jnp.any(answered & (r.group != current_groups(state, r.cohort)))
         more = jnp.where(moved, 0, rounds + jnp.any(answered))
         rounds = jnp.where(rounds < stable, more, rounds)
         return state.replace(memory=Unmoved(rounds.astype(jnp.int32))), r.group

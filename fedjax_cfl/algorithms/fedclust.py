@@ -29,8 +29,8 @@ from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.hierarchical import largest_gap
 from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or_found
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -74,7 +74,7 @@ def fedclust(
 
     start = cluster_at_start(task, m, describe, bill, euclidean, linkage, limit, mesh)
     join = join_or_found(describe, bill, euclidean, None, mesh)
-    hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
+    hooks = Method(sgd(task, local), start=start, migrate=join, assign=keep_groups)
     return federated(task, local, system, hooks)
 
 

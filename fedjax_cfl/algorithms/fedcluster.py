@@ -20,12 +20,12 @@ from jax import lax
 from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, init_tree
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import train_aside
+from fedjax_cfl.clustering.assign import train_without_recording
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import one_active_group
-from fedjax_cfl.system.system import SystemLike, select_everybody
+from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task
 from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
 
@@ -65,15 +65,15 @@ def fedcluster(
     def due(round, active, mean_norm, max_norm, size, longest_mean):
         return active & (size > min_size) & (round % (rounds + 1) == rounds)
 
-    hooks = Hooks(
+    hooks = Method(
         solve,
         start=one_active_group(task, m),
         memory=partial(init_tree, False),
-        assign=descend_splits(train_aside(solve, local, system)),
+        assign=descend_splits(train_without_recording(solve, local, system)),
         regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )
     cohort_only = federated(task, local, system, hooks)
-    of_all = select_everybody(system)
+    of_all = use_all_clients(system)
     everybody = federated(task, local, of_all, hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:

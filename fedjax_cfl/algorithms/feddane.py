@@ -16,8 +16,8 @@ from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
+from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.system import faults
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -52,7 +52,7 @@ def feddane(
     """
     check_arguments(feddane, locals(), "algorithm")
     objective = proximal(mu, erm(task)).replace(direction=lambda extra: extra)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, objective),
         prepare=gradient_correction(task, local, None if same_set else as_system(system).select),
     )

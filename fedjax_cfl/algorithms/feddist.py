@@ -16,9 +16,9 @@ import optax
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import AggregateFn, Method, Round
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, Round
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
@@ -60,7 +60,7 @@ def step_towards(
     """
     server = None if epsilon is None else optax.sgd(epsilon)
     aggregate = divide_by_cohort(mean) if epsilon is None else mean
-    hooks = Hooks(sgd(task, local), aggregate=aggregate, server=server)
+    hooks = Method(sgd(task, local), aggregate=aggregate, server=server)
     return federated(task, local, system, hooks)
 
 

@@ -24,15 +24,15 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.objective import erm, proximal, refuse_own_judge, training_loss
+from fedjax_cfl.client.objective import check_selection_model, erm, proximal, training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, MigrateFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -129,7 +129,7 @@ def feddrift(
         )
     open_models = open_one if eager else open_each
     merge = None if eager else merge_models(delta if delta_merge is None else delta_merge)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_losses, m),
@@ -167,7 +167,7 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
     """Returns a function that gives every client's mean training loss [K, m] of every model;
     infinite for a client without samples.
     """
-    refuse_own_judge(local, "FedDrift")
+    check_selection_model(local, "FedDrift")
     losses = over_clients(training_loss(task), local.execution)
 
     def of_all(data: FederatedData, groups: Params) -> jax.Array:

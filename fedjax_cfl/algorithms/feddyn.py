@@ -5,13 +5,12 @@ FedAvg whose clients' losses change from round to round, see `personal.feddyn`, 
 what differs: the same over other methods is `personal=feddyn`.
 """
 
-from fedjax_cfl.algorithms.scaffold import keep_alone
-from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.local import Local, add_layer
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import Method
 from fedjax_cfl.personal.feddyn import feddyn as dynamic_terms
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
@@ -23,9 +22,9 @@ def feddyn(
 ) -> Algorithm:
     """FedDyn (Algorithm 1): one model, unweighted means.
 
-    `alpha` > 0 is the weight of the pull. Raises InputError as `personal.feddyn` does, and for
-    another personal method.
+    `alpha` > 0 is the weight of the pull. Other layers (`personal=ditto`) stand over it. Raises
+    InputError as `personal.feddyn` does.
     """
     check_arguments(feddyn, locals(), "algorithm")
-    hooks = Hooks(sgd(task, local), aggregate=uniform_mean, start_clients=no_clients)
-    return federated(task, keep_alone(local, dynamic_terms(alpha=alpha)), system, hooks)
+    hooks = Method(sgd(task, local), aggregate=uniform_mean, start_clients=no_clients)
+    return federated(task, add_layer(local, dynamic_terms(alpha=alpha)), system, hooks)

@@ -27,12 +27,13 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work
 from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
-from fedjax_cfl.client.sgd import LocalSGD, as_pytree, direct_loop, no_velocity, train_from
+from fedjax_cfl.client.sgd import LocalSGD, as_pytree, train_from
+from fedjax_cfl.client.steps import direct_loop, no_velocity
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import FinishFn, Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -97,7 +98,7 @@ def federated_mixture(
     method's, for messages.
     """
     refuse_single_models(local, system, name)
-    hooks = Hooks(
+    hooks = Method(
         train_components(task, local, m),
         start=random_groups(task, m),
         memory=partial(init_mixture, m, least_count is not None),
@@ -121,7 +122,7 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     timed = given.clock is not None and given.clock.per_group
     polls = given.select.poll is not None
     refused = (
-        (local.personal is not None, "personal", "a model beside m is not defined", "none"),
+        (bool(local.layers), "personal", "a model beside m is not defined", "none"),
         (given.keep_received, "test_on=received", "are tested on their mixture", "group"),
         (dual, "local.first_layer=dual", "m models have no form in sample space", "auto"),
         (timed, "clock.per_group=true", "no group is done before another", "false"),
@@ -190,8 +191,8 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     penalty = plain.l2
     # of the m models together, for the loss that is reported
     reported = plain.replace(l2=penalty and (lambda models: jnp.sum(jax.vmap(penalty)(models))))
-    loop = as_pytree(partial(one_after_another, as_pytree(plain)))
-    train = Partial(LocalSGD(local), loop, as_pytree(reported), local.lr)
+    in_turn = LocalSGD(local, partial(one_after_another, plain))
+    train = Partial(in_turn, (), as_pytree(reported), local.lr)
 
     def solve(train, client, data, shared, work: Work) -> Program:
         (key, models), found = shared, work.client_extra
@@ -237,12 +238,11 @@ def one_after_another(objective: Any, training: Training, data: FederatedData) -
         return jax.tree.map(lambda all, one: all.at[k].set(one), carry, stepped)
 
     def end(carry):
-        trained, _, losses = carry
-        return jax.tree.map(jnp.subtract, trained, start), jnp.stack(losses).sum(1), ()
+        trained, _, _, losses = carry
+        return jax.tree.map(jnp.subtract, trained, start), jnp.stack(losses).sum(1), {}
 
-    nothing = jnp.zeros(m)
-    velocity = no_velocity(training.local, start)
-    return Loop(m * plan.steps, (start, velocity, (nothing, nothing)), step, end)
+    nothing, velocities = jnp.zeros(m), (no_velocity(training.local, start), ())
+    return Loop(m * plan.steps, (start, (), velocities, (nothing, nothing)), step, end)
 
 
 def mean_of_cohort(r: Round) -> tuple[Params, jax.Array]:

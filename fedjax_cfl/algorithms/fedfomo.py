@@ -33,8 +33,8 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import FinishFn, Hooks, PrepareFn, Round
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -125,7 +125,7 @@ def fedfomo(
             "test_on=received: FedFomo's clients receive several models and mix them, expected"
             " group, which algorithm.test makes the mixed or the trained model"
         )
-    hooks = Hooks(
+    hooks = Method(
         train_from_mixture(sgd(task, local)),
         start=shared_model(task),
         memory=init_memory,

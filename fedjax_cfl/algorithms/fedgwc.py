@@ -30,23 +30,34 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.fednova import charge_words
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, then
-from fedjax_cfl.client.local import Local, Training, Work
-from fedjax_cfl.client.objective import erm
-from fedjax_cfl.client.sgd import LocalSGD, as_pytree, batch_losses, no_velocity, take_step
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import add_change, sgd
+from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.clustering.assign import best_model, cold_start
 from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
+from fedjax_cfl.method import Method, RegroupFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot, take_rows
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, State, Task, Upload
+from fedjax_cfl.types import (
+    Algorithm,
+    Cohort,
+    FederatedData,
+    Key,
+    Params,
+    State,
+    Task,
+    Upload,
+    Work,
+)
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 
+LOSSES = "losses of mini-batches"  # the name of what a client records
 SPREAD = 1e-10  # added to the variance of losses, which are rounded
 
 
@@ -79,11 +90,10 @@ def fedgwc(
     """
     check_arguments(fedgwc, locals(), "algorithm")
     local = local.replace(steps=steps)
-    loop = as_pytree(partial(record_losses, steps))
-    solve = Partial(LocalSGD(local), loop, as_pytree(erm(task)), local.lr)
+    solve = add_change(sgd(task, local), StepChange(LOSSES, step=record_loss))
     find = partial(find_parts, most=parts, gamma=gamma)
-    hooks = Hooks(
-        Partial(send_losses, solve),
+    hooks = Method(
+        Partial(partial(send_losses, steps), solve),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_weights, m),
         assign=cold_start(best_model(task, local)),
@@ -100,36 +110,26 @@ def init_weights(m: int, groups: Params, data: FederatedData) -> Interactions:
     return Interactions(equal, jnp.ones(m), jnp.zeros(m, jnp.int32))
 
 
-def record_losses(steps: int, training: Training, data: FederatedData) -> Loop:
-    """Returns the SGD of one client (a `MakeLoop`); what it keeps are the mean losses [steps] of
-    its mini-batches, -1 for steps that it does not take.
+def record_loss(c: Step, model: Params, losses: jax.Array) -> tuple[Params, jax.Array]:
+    """Returns the group's model after a step of SGD, and the mean losses [steps] of a client's
+    mini-batches with that of this step.
     """
-    local, start, plan = training.local, training.start, training.plan
-    loss_of_step = batch_losses(training, data)
-
-    def step(s, carry):
-        params, velocity, losses, each = carry
-        (_, total), gradient = jax.value_and_grad(loss_of_step(s), has_aux=True)(params)
-        params, velocity = take_step(training, params, velocity, gradient)
-        _, real = plan.draw_samples(s, training.samples, local, training.table)
-        mean = total / jnp.maximum(real.sum(), 1)
-        return params, velocity, plan.add_loss(s, losses, total), each.at[s].set(mean)
-
-    def end(carry):
-        trained, _, losses, each = carry
-        return jax.tree.map(jnp.subtract, trained, start), jnp.stack(losses), each
-
-    nothing = jnp.zeros(()), jnp.zeros(())
-    begin = start, no_velocity(local, start), nothing, jnp.full(steps, -1.0)
-    return Loop(plan.steps, begin, step, end)
+    return c.sgd, losses.at[c.number].set(c.loss / jnp.maximum(c.size, 1))
 
 
 def send_losses(
-    solve: ClientFn, client: jax.Array, data: FederatedData, shared: tuple, work: Work
+    steps: int, solve: ClientFn, client: jax.Array, data: FederatedData, shared: tuple, work: Work
 ) -> Program:
-    """Returns the program of `solve` whose client sends what it would keep (a `ClientFn`)."""
-    sent = solve(client, data, shared, work)
-    return then(sent, lambda upload: upload.replace(extra=upload.own, own=()))
+    """Returns the program of `solve` whose client sends the mean loss of each of its mini-batches,
+    -1 for steps that it does not take (a `ClientFn`).
+    """
+
+    def send(upload: Upload) -> Upload:
+        rows = dict(upload.rows)
+        return upload.replace(extra=rows.pop(LOSSES), rows=rows)
+
+    begun = work._replace(rows={**work.rows, LOSSES: jnp.full(steps, -1.0)})
+    return then(solve(client, data, shared, begun), send)
 
 
 def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:

@@ -22,9 +22,9 @@ from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import check_pull, erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -61,7 +61,7 @@ def fednova(
     check_pull("algorithm.mu", mu, local.lr)
     pulled = mu > 0
     solve = sgd(task, local, proximal(mu, erm(task)))
-    hooks = Hooks(
+    hooks = Method(
         Partial(partial(measure_length, local.momentum), mu, as_pytree(solve), local.lr),
         prepare=charge_words(jnp.where(pulled, 2, 1)),
         aggregate=mean_of_normalized(by_steps=pulled),

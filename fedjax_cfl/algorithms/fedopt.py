@@ -15,8 +15,8 @@ import optax
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import AggregateFn, Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
@@ -67,7 +67,7 @@ def with_server(
     Args: `aggregate` averages updates, None: weighted by training samples; the others are as in
     `federated`.
     """
-    hooks = Hooks(sgd(task, local), server=server, aggregate=aggregate, start_clients=no_clients)
+    hooks = Method(sgd(task, local), server=server, aggregate=aggregate, start_clients=no_clients)
     return federated(task, local, system, hooks)
 
 

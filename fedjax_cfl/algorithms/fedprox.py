@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
@@ -36,7 +36,7 @@ def fedprox(
     check_arguments(fedprox, locals(), "algorithm")
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_fraction, local.epochs) if drop_fraction else None
-    hooks = Hooks(solve, prepare=slow, start_clients=no_clients)
+    hooks = Method(solve, prepare=slow, start_clients=no_clients)
     return federated(task, local, system, hooks)
 
 

@@ -36,8 +36,8 @@ from fedjax_cfl.client.objective import erm, output_loss, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -47,13 +47,14 @@ from fedjax_cfl.types import (
     FederatedData,
     Key,
     Params,
-    Personal,
     Report,
     State,
     Task,
     Upload,
 )
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+
+NAME = "FedSoft"  # of the rows
 
 
 class Shares(struct.PyTreeNode):
@@ -93,16 +94,14 @@ def fedsoft(
     Raises InputError for clients that keep something else of their own.
     """
     check_arguments(fedsoft, locals(), "algorithm")
-    if local.personal is not None:
+    if local.layers:
         raise InputError(
             "personal: every client of this method has a model of its own already, without"
-            f" {local.personal.name}; use personal=none, or another algorithm"
+            f" {local.layers[0].name}; use personal=none, or another algorithm"
         )
-    own = Personal(
-        "FedSoft", lambda model: model, lambda task, local, solve: solve, lambda row, model: row
-    )
+    own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
-    hooks = Hooks(
+    hooks = Method(
         Partial(train_own, as_pytree(sgd(task, local, pulled))),
         start=random_groups(task, m),
         memory=partial(init_shares, m),
@@ -177,7 +176,7 @@ def give_shares(lam: ArrayLike) -> PrepareFn:
     def prepare(r: Round) -> tuple[Work, Report]:
         state, cohort = r.state, r.cohort
         memory, m = cohort.take(state.memory), state.active.size
-        anew = memory.late & ~cohort.take(state.own.trained)
+        anew = memory.late & ~cohort.take(state.rows[NAME].trained)
         given = Given(memory.shares, lam * memory.shares.sum(1), anew)
         lacks = (cohort.ids < r.data.num_clients) & ~memory.asked
         return r.work._replace(client_extra=given), make_report(make_traffic(units_down=m * lacks))
@@ -197,13 +196,13 @@ def train_own(
     """
     (key, models), given = shared, work.client_extra
     mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), models)
-    begin = jax.tree.map(partial(jnp.where, given.anew), mean, work.own)
+    begin = jax.tree.map(partial(jnp.where, given.anew), mean, work.rows[NAME])
     pulled = work._replace(client_extra=(given.pull, mean))
 
     def relate(upload: Upload) -> Upload:
         trained = jax.tree.map(jnp.add, begin, upload.delta)
         delta = jax.tree.map(jnp.subtract, trained, take_rows(models, work.group))
-        return upload.replace(delta=delta, own=trained)
+        return upload.replace(delta=delta, rows={NAME: trained})
 
     return then(train_from(begin, solve, client, data, key, pulled), relate)
 

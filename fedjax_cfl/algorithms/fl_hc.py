@@ -21,17 +21,22 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, is_cold, keep_groups, train_aside
+from fedjax_cfl.clustering.assign import (
+    TrainFn,
+    is_unassigned,
+    keep_groups,
+    train_without_recording,
+)
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
-from fedjax_cfl.system.system import SystemLike, select_everybody
+from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.tree import group_mean, membership_weights, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -88,12 +93,13 @@ def fl_hc(
     solve, start = sgd(task, local), one_active_group(task, m)
     join = join_largest_group(warm_up)
     if newcomers == "nearest":
-        join = join_nearest_direction(train_aside(solve, local, system), metric, warm_up)
+        train = train_without_recording(solve, local, system)
+        join = join_nearest_direction(train, metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    hooks = Hooks(solve, start=start, memory=know_nothing, assign=join, aggregate=aggregate)
+    hooks = Method(solve, start=start, memory=know_nothing, assign=join, aggregate=aggregate)
     grouped = federated(task, local, system, hooks)
-    hooks = Hooks(solve, start=start, regroup=found, aggregate=zero_step)
-    clustering = federated(task, local, select_everybody(system), hooks)
+    hooks = Method(solve, start=start, regroup=found, aggregate=zero_step)
+    clustering = federated(task, local, use_all_clients(system), hooks)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
@@ -162,7 +168,7 @@ def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up
     Args: `warm_up` is the round of the clustering; the others are those of an `AssignFn`.
     """
     able = cohort.take(data.train.size) > 0
-    return is_cold(state, cohort) & able & (state.round > warm_up)
+    return is_unassigned(state, cohort) & able & (state.round > warm_up)
 
 
 def join_largest_group(warm_up: int) -> AssignFn:

@@ -37,9 +37,9 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
 from fedjax_cfl.personal.moon import watch_inputs
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, MigrateFn, RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
@@ -116,7 +116,7 @@ def flux(
     describe = describe_clients(task, local, latent)
     reach = (lambda apart, valid: factor * find_eps(apart, valid)) if eps is None else eps
     find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         start=one_active_group(task, m, joined=True),
         memory=partial(know_nothing, task, latent),

@@ -19,7 +19,7 @@ from fedjax_cfl.client.cohort import ClientFn, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import Objective, erm, proximal, training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import best_model, every_round, train_aside
+from fedjax_cfl.clustering.assign import best_model, every_round, train_without_recording
 from fedjax_cfl.clustering.migrate import (
     ChargeFn,
     DetectFn,
@@ -31,9 +31,9 @@ from fedjax_cfl.clustering.migrate import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.method import AggregateFn, Method, Start, StartFn
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, Start, StartFn
 from fedjax_cfl.round.start import count_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import (
     add_fault_counts,
@@ -112,7 +112,7 @@ def ifca(
     def begin(key: Key, data: FederatedData) -> Start:
         return draw(key, data)._replace(active=groups.active)
 
-    hooks = Hooks(
+    hooks = Method(
         solve(task, local, proximal(mu, erm(task))),
         start=begin,
         memory=(lambda groups, data: ShiftMemory(init_reference(data))) if move else None,
@@ -244,7 +244,7 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
 
     A client whose update or loss is not finite is never taken.
     """
-    train = train_aside(sgd(task, local), local, system)
+    train = train_without_recording(sgd(task, local), local, system)
     losses = over_clients(training_loss(task), local.execution)
 
     def start(key: Key, data: FederatedData) -> Start:

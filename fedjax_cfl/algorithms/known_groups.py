@@ -17,8 +17,8 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method, Round, Start
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, Round, Start
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -51,7 +51,7 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
 
     system = as_system(system)
     system = system._replace(select=leave_out_unknown(system.select, m))
-    hooks = Hooks(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
+    hooks = Method(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
     return federated(task, local, system, hooks)._replace(check_data=partial(check_groups, m))
 
 

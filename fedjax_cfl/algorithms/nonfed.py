@@ -16,12 +16,12 @@ from fedjax_cfl.client.cohort import ClientFn, reads_in_place
 from fedjax_cfl.client.executor import Program
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd, train_from
+from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round, Start, StartFn
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, PrepareFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.system import SystemLike, select_everybody
+from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.types import (
     Algorithm,
     FederatedData,
@@ -52,7 +52,7 @@ def nonfed(
     """
     check_arguments(nonfed, locals(), "algorithm")
     solve, in_place = sgd(task, local), reads_in_place(local.execution)
-    hooks = Hooks(
+    hooks = Method(
         solve if in_place else train_own_model(solve),
         start=shared_model(task),
         assign=assign_client_id,
@@ -61,7 +61,7 @@ def nonfed(
         aggregate=client_delta(local.execution.mesh),
     )
     if trains == "all":
-        system = select_everybody(system)
+        system = use_all_clients(system)
     algorithm = federated(task, local, system, hooks)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:

@@ -27,9 +27,9 @@ from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.one_shot import cluster_at_start, join_or_found
 from fedjax_cfl.data.federated import check_classes, gather
 from fedjax_cfl.decompose import eigh, svdvals
+from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task
@@ -77,7 +77,7 @@ def pacfl(
 
     start = cluster_at_start(task, m, describe, bill, compare, linkage, threshold, mesh)
     join = join_or_found(describe, bill, compare, threshold, mesh)
-    hooks = Hooks(sgd(task, local), start=start, migrate=join, assign=keep_groups)
+    hooks = Method(sgd(task, local), start=start, migrate=join, assign=keep_groups)
     return federated(task, local, system, hooks)
 
 

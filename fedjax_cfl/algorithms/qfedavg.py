@@ -11,10 +11,10 @@ from fedjax_cfl.client.cohort import client_range, over_clients
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import q_fair
-from fedjax_cfl.round.client_rows import take_own
+from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import Hooks, PrepareFn, Round
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -27,7 +27,7 @@ def qfedavg(
 ) -> Algorithm:
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
     check_arguments(qfedavg, locals(), "algorithm")
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         prepare=attach_losses(task, local),
         aggregate=q_fair(q, local),
@@ -40,11 +40,12 @@ def attach_losses(task: Task, local: Local) -> PrepareFn:
     """Gives each client its training loss of the model that it received, which `q_fair`
     weighs it by, and which is one word up.
     """
-    loss = over_clients(training_loss(task, True, local.personal), local.execution)
+    loss = over_clients(training_loss(task, True, local), local.execution)
 
     def prepare(r: Round) -> tuple[Work, Report]:
         cohort = r.cohort
-        each = loss(cohort, r.data, r.state.groups, take_own(r.state, cohort, local.execution.mesh))
+        rows = take_cohort_rows(r.state, cohort, local.execution.mesh)
+        each = loss(cohort, r.data, r.state.groups, rows)
         own = jnp.take_along_axis(each, r.work.group[:, None], axis=1)[:, 0]
         samples = client_range(cohort.ids, r.data)[0]
         sent = make_traffic(words_up=(samples > 0).astype(jnp.int32))

@@ -27,13 +27,13 @@ from fedjax_cfl.client.executor import Loop, Program, then, together
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
-from fedjax_cfl.clustering.assign import TrainFn, train_aside
+from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.personal.ditto import own_steps
+from fedjax_cfl.method import AggregateFn, AssignAndFoundFn, FinishFn, Method, PrepareFn, Round
+from fedjax_cfl.personal.layer import own_local
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, FinishFn, Hooks, MeetFn, PrepareFn, Round
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
@@ -96,13 +96,14 @@ def stocfl(
     aside = local.replace(epochs=epochs, steps=None, personal=None)
     pulled = sgd(task, local, proximal(mu, erm(task), center=lambda common: common))
     solve = Partial(
-        train_with_common, as_pytree(pulled), as_pytree(sgd(task, own_steps(local, None)))
+        train_with_common, as_pytree(pulled), as_pytree(sgd(task, own_local(local, None)))
     )
-    hooks = Hooks(
+    train = train_without_recording(sgd(task, aside), aside, system)
+    hooks = Method(
         solve,
         start=one_active_group(task, m),
         memory=meet_nobody,
-        meet=unite_groups(train_aside(sgd(task, aside), aside, system), local, tau, represent),
+        assign_and_found=unite_groups(train, local, tau, represent),
         prepare=send_common(local),
         aggregate=aggregate,
         finish=move_common(aggregate),
@@ -120,7 +121,7 @@ def meet_nobody(groups: Params, data: FederatedData) -> Met:
     return Met(first, first, zeros, jnp.zeros(clients, bool))
 
 
-def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> MeetFn:
+def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> AssignAndFoundFn:
     """Returns what takes in the new clients of a cohort, each a group of its own, and unites
     groups.
 

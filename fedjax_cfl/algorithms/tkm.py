@@ -25,14 +25,14 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import FAULTS, START, derive_key, derive_keys
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import (
     count_trimmed,
     sort_coordinates,
     trimmed_group_mean,
     trimmed_mean,
 )
-from fedjax_cfl.round.engine import federated, withhold_groups
-from fedjax_cfl.round.method import Hooks
+from fedjax_cfl.round.engine import federated, unassign_empty_clients
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import with_faults
@@ -65,7 +65,7 @@ def tkm(
     and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         start=random_groups(task, m),
         assign=keep_groups,
@@ -88,7 +88,7 @@ def tkm(
             traffic=add_traffic(report.traffic),
             start_faults=report.fault_counts,
         )
-        state = withhold_groups(None, state, data)
+        state = unassign_empty_clients(None, state, data)
         return as_system(system).init_received(state)
 
     return rounds._replace(init=init)

@@ -212,10 +212,10 @@ class Batch(NamedTuple):
 
 
 def dual_loop(task: Task, training: Training, data: FederatedData, size: int) -> Loop:
-    """Returns the SGD of one client in sample space, with the batches of `sgd.direct_loop`: for
+    """Returns the SGD of one client in sample space, with the batches of `steps.direct_loop`: for
     up to `size` samples and a model with a dense first layer.
 
-    Its result is (trained - start, loss sums [2] of the first and the last epoch, nothing more).
+    Its result is (trained - start, loss sums [2] of the first and the last epoch, no rows).
     """
     assert task.first_layer is not None
     first, start, local, plan = task.first_layer, training.start, training.local, training.plan
@@ -244,11 +244,11 @@ def dual_loop(task: Task, training: Training, data: FederatedData, size: int) ->
     if local.momentum:
         velocity = Velocity(jax.tree.map(jnp.zeros_like, problem.rest), zero, still)
 
-    def end(position: Position) -> tuple[Params, jax.Array, tuple]:
+    def end(position: Position) -> tuple[Params, jax.Array, dict]:
         delta = jax.tree.map(jnp.subtract, position.rest, problem.rest)
         combined = jnp.matmul(inputs.T, position.rows, precision=MATMUL_PRECISION)
         delta[first.name]["kernel"] = position.scale * kernel + combined
-        return delta, jnp.stack(position.losses), ()
+        return delta, jnp.stack(position.losses), {}
 
     return Loop(plan.steps, Position(problem.rest, zero, still, velocity, (zero, zero)), step, end)
 

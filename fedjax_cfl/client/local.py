@@ -1,7 +1,7 @@
 """How clients train: the settings of local work, and the work of each client."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -12,7 +12,8 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.execution import Execution, make_execution
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import permute, write_table
-from fedjax_cfl.types import Key, Params, Personal
+from fedjax_cfl.method import Method
+from fedjax_cfl.types import Key, Params, Work
 from fedjax_cfl.validation import (
     BelowOne,
     Epochs,
@@ -44,19 +45,28 @@ class Local:
     weight_decay: NonNegativeFloat = 0.0  # added to every gradient, times the parameters
     # (round [] int32) -> factor of lr in that round, as an optax schedule; None: 1
     schedule: Callable[[jax.Array], jax.Array] | None = None
-    # what each client keeps and trains beside its group's model; None: nothing
-    personal: Personal | None = None
+    # layers: what each client keeps and trains beside its group's model, the first one nearest to
+    # it; None: nothing
+    personal: Method | Sequence[Method] | None = None
     execution: Execution = dataclasses.field(default_factory=make_execution)  # where, and by whom
 
     def __post_init__(self) -> None:
         """Checks the values."""
         check_arguments(Local, vars(self), "local")
-        if not isinstance(self.personal, Personal | None):
-            raise InputError(
-                "local.personal: takes what one function of cfl.personal returns, such as"
-                " cfl.personal.ditto(), or None. Several at once are not stacked: each says what a"
-                " client keeps, what is sent and what the client is tested on"
-            )
+        for part in self.layers:
+            if not isinstance(part, Method) or part.solve is not None:
+                raise InputError(
+                    "local.personal: takes what functions of cfl.personal or cfl.layer return, such"
+                    f" as cfl.personal.ditto(), one or a list of them, or None; not {part!r}"
+                )
+
+    @property
+    def layers(self) -> tuple[Method, ...]:
+        """The layers, the first one nearest to the group's model."""
+        given = self.personal
+        if isinstance(given, Method) or callable(given):
+            return (given,)  # pyright: ignore[reportReturnType]
+        return tuple(given or ())
 
     def replace(self, **changes: Any) -> "Local":
         """Returns the settings with some of them changed."""
@@ -65,6 +75,11 @@ class Local:
     def lr_scale(self, round: jax.Array) -> jax.Array:
         """Returns the factor [] of the step size in a round [] int32."""
         return jnp.ones(()) if self.schedule is None else jnp.asarray(self.schedule(round))
+
+
+def add_layer(local: Local, layer: Method) -> Local:
+    """Returns how clients train with one layer more, the nearest to the group's model."""
+    return local.replace(personal=(layer, *local.layers))
 
 
 class StepPlan(NamedTuple):
@@ -155,7 +170,7 @@ class Training(NamedTuple):
     objective: Any  # see `objective`
     start: Params  # the model it received
     client_extra: Any  # what `prepare` computed for it
-    own: Any  # what it keeps for itself, see `Personal`
+    rows: dict[str, Any]  # by layer, what it keeps
     client: jax.Array  # [] int32
     samples: jax.Array  # [] int32, how many it trains on
     first: jax.Array  # [] int32, position of the first of them in `train.order`
@@ -164,16 +179,6 @@ class Training(NamedTuple):
     table: jax.Array | None  # the order of its samples, see `StepPlan.make_table`
     # [>= samples] float32, what each of its samples counts in the loss; None: all count 1
     weights: jax.Array | None = None
-
-
-class Work(NamedTuple):
-    """The work of each client of a cohort."""
-
-    group: jax.Array  # [S] int32, the model it starts from
-    step_fraction: jax.Array  # [S] float32, the share of its local steps that it completes
-    lr_scale: jax.Array  # [S] float32, the factor of its step size
-    client_extra: Any = ()  # [S, ...], what `prepare` computed for each client
-    own: Any = ()  # [S, ...], what each client keeps for itself, see `Personal`
 
 
 def full_work(group: jax.Array, lr_scale: ArrayLike = 1.0) -> Work:

@@ -20,8 +20,9 @@ from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method
 from fedjax_cfl.tree import drop_statistics
-from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task
+from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import is_number
 
 ObjectiveFn = Callable[..., jax.Array]  # (params, start, client_extra, x, y, key, owner) -> [B]
@@ -162,26 +163,35 @@ def output_loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
     return task.targets.loss(outputs, y)
 
 
-def refuse_own_judge(local: Local, name: str) -> None:
-    """Raises InputError where clients would judge models with parts of their own: `name` tests the
-    models of groups as they are.
+def find_selection_layer(local: Local) -> Method | None:
+    """Returns the layer with which clients choose a group by models that have parts of their own;
+    None: they choose by the models of groups as they are.
     """
-    if local.personal is not None and local.personal.judge is not None:
+    return next((part for part in local.layers if part.selection_model is not None), None)
+
+
+def check_selection_model(local: Local, name: str) -> None:
+    """Raises InputError where clients choose by models that have parts of their own: `name` tests
+    the models of groups as they are.
+    """
+    if find_selection_layer(local) is not None:
         raise InputError(
             f"personal.judge=own: {name} tests the models of groups as they are; use template"
         )
 
 
 def training_loss(
-    task: Task, with_l2: bool = False, personal: Personal | None = None
+    task: Task, with_l2: bool = False, local: Local | None = None
 ) -> Callable[..., Loop]:
     """Returns a function of one client: the mean loss [m] of each model over the client's
     whole training set.
 
-    It is (client, data, models [m, ...], row) -> a Loop with the result [m], for `over_clients`.
+    It is (client, data, models [m, ...], rows) -> a Loop with the result [m], for `over_clients`.
     The loss is `output_loss` without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
-    code does (D10). `personal` may say that a client judges models with its own part, `row`.
+    code does (D10). A layer of `local` may say that a client puts parts of its own, from its
+    `rows` by layer, into the models.
     """
+    own = None if local is None else find_selection_layer(local)
 
     def sample_loss(model, x, y, owner):
         if with_l2:
@@ -190,8 +200,8 @@ def training_loss(
 
     def client_loss(client, data: FederatedData, models, client_inputs):
         count, first = client_range(client, data)
-        if personal is not None and personal.judge is not None:
-            models = jax.vmap(personal.judge, (None, 0))(client_inputs, models)
+        if own is not None and own.selection_model is not None:
+            models = jax.vmap(own.selection_model, (None, 0))(client_inputs[own.name], models)
 
         def block(b, total):
             x, y, owner = read_block(client, data, (count, first), b)

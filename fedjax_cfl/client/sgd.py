@@ -3,6 +3,8 @@
 `cohort.over_clients` applies it to a cohort.
 """
 
+import inspect
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,9 +26,9 @@ from fedjax_cfl.client.cohort import (
 from fedjax_cfl.client.executor import Cases, Loop, Program, then
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
-from fedjax_cfl.data.federated import gather
+from fedjax_cfl.client.steps import StepChange, direct_loop
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
+from fedjax_cfl.tree import move_statistics, take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
 
 
@@ -46,24 +48,19 @@ def sgd(task: Task, local: Local, objective: ObjectiveFn | None = None) -> Clien
             " plain; use auto or direct"
         )
 
-    loop = as_pytree(partial(choose_loop, task))
-    return Partial(LocalSGD(local), loop, as_pytree(objective), local.lr)
-
-
-# (training, data) -> the program of one client's steps; its result is (trained - start, loss sums
-# [2] of the first and the last epoch, what it keeps for itself)
-MakeLoop = Callable[[Training, FederatedData], Program]
+    return Partial(LocalSGD(local, partial(choose_loop, task)), (), as_pytree(objective), local.lr)
 
 
 class LocalSGD:
-    """Trains one client by mini-batch steps from the model of its group: a `ClientFn`, once its
-    `MakeLoop`, its objective and its step size are bound.
+    """Trains one client by mini-batch steps from the model of its group: a `ClientFn`, once what
+    layers change of its steps, its objective and its step size are bound.
     """
 
-    def __init__(self, local: Local):
-        self.local = local
+    def __init__(self, local: Local, make_loop: Callable[[Training, FederatedData], Program]):
+        """`make_loop` makes the program of one client whose steps no layer changes."""
+        self.local, self.make_loop = local, make_loop
 
-    def __call__(self, make_loop, objective, lr, client, data, shared, work: Work) -> Program:
+    def __call__(self, changes, objective, lr, client, data, shared, work: Work) -> Program:
         local, (key, models) = self.local, shared
         key = jax.random.fold_in(key, client)
         start = take_rows(models, work.group)
@@ -77,7 +74,7 @@ class LocalSGD:
             objective=objective,
             start=start,
             client_extra=work.client_extra,
-            own=work.own,
+            rows=work.rows,
             client=client,
             samples=count,
             first=first,
@@ -87,7 +84,7 @@ class LocalSGD:
         )
 
         def upload(found: tuple[Params, jax.Array, Any]) -> Upload:
-            delta, losses, own = found
+            delta, losses, rows = found
             losses = losses / jnp.maximum(plan.count_samples(count, local.batch_size), 1)
             first_loss, last_loss = losses + add_penalties(training, delta)
             return Upload(
@@ -97,10 +94,12 @@ class LocalSGD:
                 last_loss=last_loss,
                 steps=plan.steps,
                 start_group=jnp.where(count > 0, work.group, 0),
-                own=own,
+                rows=rows,
             )
 
-        return then(make_loop(training, data), upload)
+        if changes:
+            return then(direct_loop(training, data, changes), upload)
+        return then(self.make_loop(training, data), upload)
 
 
 def train_from(
@@ -109,10 +108,10 @@ def train_from(
     """Returns the program of `solve` that trains ONE client from `model` in place of its group's.
 
     Args: `model` is what it trains from; `key` is the round's; the others are those of a
-    `ClientFn`. It has no row of its own.
+    `ClientFn`.
     """
     start = jax.tree.map(lambda leaf: leaf[None], model)
-    alone = work._replace(group=jnp.zeros_like(work.group), own=())
+    alone = work._replace(group=jnp.zeros_like(work.group))
 
     def relate(upload: Upload) -> Upload:
         return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
@@ -120,24 +119,39 @@ def train_from(
     return then(solve(client, data, (key, start), alone), relate)
 
 
-def change_steps(solve: ClientFn, make_loop: MakeLoop, name: str) -> ClientFn:
-    """Returns `solve` with other steps, on the same batches, objective and step size. Raises
-    InputError where it is no plain SGD; `name` is that of the method which changes it.
-
-    Values of settings that `make_loop` needs are bound to it by a `Partial`, see `over_clients`.
+def add_change(solve: ClientFn, change: StepChange) -> ClientFn:
+    """Returns `solve` with its steps changed, on the same mini-batches. Raises InputError where it
+    is no plain SGD, and where another layer changes the step already.
     """
     if not (isinstance(solve, Partial) and isinstance(solve.func, LocalSGD)):
         raise InputError(
-            f"personal={name}: changes the steps of the clients' SGD, but clients of this method"
-            " train in another way; use personal=ditto, or another algorithm"
+            f"personal={option_of(change.name)}: changes the steps of the clients' SGD, but clients"
+            " of this method train in another way; use personal=ditto, or another algorithm"
         )
-    return Partial(solve.func, as_pytree(make_loop), *solve.args[1:])
+    before, *rest = solve.args
+    other = next((old.name for old in before if old.step and change.step), None)
+    if other is not None:
+        raise InputError(
+            f"personal=[{option_of(other)},{option_of(change.name)}]: both say what a step of a"
+            " client is; use one of the two"
+        )
+    functions = {
+        name: as_pytree(function)
+        for name in ("step", "objective", "keep")
+        if (function := getattr(change, name)) is not None
+    }
+    return Partial(solve.func, (*before, change.replace(**functions)), *rest)
+
+
+def option_of(layer: str) -> str:
+    """Returns the name of a layer as the command line has it."""
+    return layer.lower().replace("-", "_")
 
 
 def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
     """Returns the training of one client: in sample space, of one of a few sizes, or directly.
 
-    Its result is that of a `MakeLoop`; nothing is kept.
+    Its result is that of `direct_loop`.
     """
     local, capacity = training.local, data.max_client_samples
     steps = partial(count_steps, local)
@@ -177,100 +191,6 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     if not sizes:
         return cost_by_samples
     return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))
-
-
-def batch_losses(training: Training, data: FederatedData) -> Callable[..., Any]:
-    """Returns f(step) -> g(params) -> (mean objective, summed objective without penalties) on the
-    mini-batch of that step of one client.
-    """
-    plan, start, extra = training.plan, training.start, training.client_extra
-    each_loss, penalty = split(training.objective)
-
-    def of_step(s):
-        places, real = plan.draw_samples(s, training.samples, training.local, training.table)
-        x, y = gather(data, data.train.order[training.first + places])
-        owner = jnp.where(real, training.client, -1)
-        noise = jax.random.fold_in(training.key, s)
-
-        def batch_loss(params):
-            each = each_loss(params, start, extra, x, y, noise, owner)
-            if training.weights is not None:
-                each = training.weights[places] * each
-            total = jnp.sum(jnp.where(owner >= 0, each, 0.0))
-            mean = total / jnp.sum(owner >= 0)
-            return mean + penalty(params, start, extra) if penalty else mean, total
-
-        return batch_loss
-
-    return of_step
-
-
-def direct_loop(
-    training: Training,
-    data: FederatedData,
-    correction: Params | None = None,
-    choose: Callable[[jax.Array, Params, Params], Params] | None = None,
-) -> Loop:
-    """Returns the SGD of one client for any model; `correction` is added to every gradient, and
-    choose(step, stepped, before) is what it goes on with.
-    """
-    local, start, plan = training.local, training.start, training.plan
-    _, penalty = split(training.objective)
-    accumulates = (
-        local.execution.executor == "lanes"
-        and correction is None
-        and choose is None
-        and not (penalty or local.momentum or local.weight_decay or has_statistics(start))
-    )
-    loss_of_step = batch_losses(training, data)
-
-    def step(s, carry):
-        params, velocity, losses = carry
-        batch_loss = loss_of_step(s)
-
-        def scaled(params):
-            mean, total = batch_loss(params)
-            # a GPU adds the gradient of -lr times the loss to a kernel within its own product; on
-            # a CPU that is a fifth slower
-            return -training.lr * mean if accumulates else mean, total
-
-        (_, total), grad = jax.value_and_grad(scaled, has_aux=True)(params)
-        if correction is not None:
-            grad = jax.tree.map(jnp.add, grad, correction)
-        if accumulates:
-            params = jax.tree.map(jnp.add, params, grad)
-        else:
-            before, (params, velocity) = params, take_step(training, params, velocity, grad)
-            params = choose(s, params, before) if choose else params
-        return params, velocity, plan.add_loss(s, losses, total)
-
-    still = no_velocity(local, start)
-    return Loop(
-        plan.steps,
-        (start, still, (jnp.zeros(()), jnp.zeros(()))),
-        step,
-        lambda carry: (jax.tree.map(jnp.subtract, carry[0], start), jnp.stack(carry[2]), ()),
-    )
-
-
-def no_velocity(local: Local, params: Params) -> Params:
-    """Returns the velocity before a client's first step; () without momentum."""
-    return jax.tree.map(jnp.zeros_like, params) if local.momentum else ()
-
-
-def take_step(
-    training: Training, params: Params, velocity: Params, gradient: Params
-) -> tuple[Params, Params]:
-    """Returns (params, velocity) after a step of SGD, with momentum and weight decay."""
-    local, direction = training.local, gradient
-    if local.weight_decay:
-        direction = jax.tree.map(lambda g, p: g + local.weight_decay * p, direction, params)
-    if local.momentum:
-        direction = velocity = jax.tree.map(
-            lambda v, g: local.momentum * v + g, velocity, direction
-        )
-    moved = jax.tree.map(lambda p, d: p - training.lr * d, params, direction)
-    return move_statistics(moved, params, gradient), velocity
 
 
 def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
@@ -316,7 +236,34 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
 
 
 def as_pytree(function: Callable[..., Any]) -> Any:
-    """Returns an objective, or a solver, as a pytree, whose leaves may be traced; a function has
-    none.
+    """Returns an objective, a solver or any other function as a pytree. Its leaves are the arrays
+    that the function closes over, in itself or in functions that it closes over: so the runs of a
+    grid may differ in them.
     """
-    return function if isinstance(function, Objective | Partial) else Partial(function)
+    if isinstance(function, Objective | Partial):
+        return function
+    inside = {
+        place: as_pytree(value) if inspect.isfunction(value) else value
+        for place, value in enumerate(list_cells(function))
+        if isinstance(value, jax.Array) or (inspect.isfunction(value) and value is not function)
+    }
+    if not jax.tree.leaves(inside):
+        return Partial(function)
+    return Partial(partial(call_with, function), inside)
+
+
+def list_cells(function: Any) -> list[Any]:
+    """Returns the values that a function closes over; None in the place of one not set yet."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents if cell != types.CellType() else None for cell in cells]
+
+
+def call_with(function: Any, inside: dict[int, Any], *given: Any) -> Any:
+    """Calls a function that closes over the values `inside`, by place, in place of its own."""
+    cells = enumerate(function.__closure__)
+    closure = tuple(types.CellType(inside[n]) if n in inside else cell for n, cell in cells)
+    rebuilt = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
+    )
+    rebuilt.__kwdefaults__ = function.__kwdefaults__
+    return rebuilt(*given)

@@ -1,9 +1,9 @@
 """Which group each client of the cohort trains.
 
-All are `AssignFn`s (see `hooks`). Those that choose do not say what is sent: `every_round` and
+All are `AssignFn`s (see `method`). Those that choose do not say what is sent: `every_round` and
 `cold_start` do. The engine stores the groups as the assignment of the cohort; other clients
-keep theirs. `train_aside` trains outside of a round: the first updates of founders, newcomers and
-clients whose data shifted.
+keep theirs. `train_without_recording` trains outside of a round: the first updates of founders,
+newcomers and clients whose data shifted.
 """
 
 from typing import Protocol
@@ -16,8 +16,8 @@ from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
-from fedjax_cfl.round.client_rows import take_own
-from fedjax_cfl.round.method import AssignFn, Round
+from fedjax_cfl.method import AssignFn, Round
+from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
@@ -43,7 +43,7 @@ class TrainFn(Protocol):
     ) -> tuple[Upload, Report]: ...
 
 
-def train_aside(solve: ClientFn, local: Local, system: SystemLike) -> TrainFn:
+def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -> TrainFn:
     """Returns a function that trains a cohort by `solve`, without simulated faults.
 
     An update that is not finite is counted and treated as `faults.nonfinite` of the system says:
@@ -73,11 +73,11 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
     Ties go to the lowest group. A model whose loss is not finite is chosen only if all
     are so.
     """
-    losses = over_clients(training_loss(task, with_l2, local.personal), local.execution)
+    losses = over_clients(training_loss(task, with_l2, local), local.execution)
 
     def choose(r: Round) -> tuple[jax.Array, Report]:
         state, cohort = r.state, r.cohort
-        own = take_own(state, cohort, local.execution.mesh)
+        own = take_cohort_rows(state, cohort, local.execution.mesh)
         loss = losses(cohort, r.data, state.groups, own)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
@@ -102,7 +102,7 @@ def every_round(choose: AssignFn) -> AssignFn:
     return assign
 
 
-def met_groups(state: State, cohort: Cohort) -> jax.Array:
+def current_groups(state: State, cohort: Cohort) -> jax.Array:
     """Returns the present groups [S] of the clients; -1 for a client without a group and for
     an empty slot.
     """
@@ -111,14 +111,14 @@ def met_groups(state: State, cohort: Cohort) -> jax.Array:
     return jnp.where(cohort.ids < clients, met, -1)
 
 
-def is_cold(state: State, cohort: Cohort) -> jax.Array:
+def is_unassigned(state: State, cohort: Cohort) -> jax.Array:
     """Returns which slots [S] bool have a client that was never assigned to a group."""
-    return (cohort.ids < state.assignment.size) & (met_groups(state, cohort) < 0)
+    return (cohort.ids < state.assignment.size) & (current_groups(state, cohort) < 0)
 
 
 def keep_groups(r: Round) -> tuple[jax.Array, Report]:
     """Leaves every client in its group; clients without one train group 0 (an `AssignFn`)."""
-    return jnp.maximum(met_groups(r.state, r.cohort), 0), make_report()
+    return jnp.maximum(current_groups(r.state, r.cohort), 0), make_report()
 
 
 def cold_start(choose: AssignFn) -> AssignFn:
@@ -131,10 +131,10 @@ def cold_start(choose: AssignFn) -> AssignFn:
 
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
-        cold = is_cold(state, cohort) & (cohort.take(data.train.size) > 0)
+        cold = is_unassigned(state, cohort) & (cohort.take(data.train.size) > 0)
         newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
         chosen, report = choose(r._replace(cohort=newcomers))
-        met = jnp.maximum(met_groups(state, cohort), 0)
+        met = jnp.maximum(current_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
         sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.sum())
         return gid, add_to_report(report, sent)

@@ -27,7 +27,7 @@ from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import check_classes, to_shares, train_label_counts
 from fedjax_cfl.keys import put_first
-from fedjax_cfl.round.method import AssignFn, MigrateFn, Round, Start, StartFn
+from fedjax_cfl.method import AssignFn, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
 from fedjax_cfl.types import FederatedData, Key, Report, State
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.round.method import MigrateFn, Round, Start, StartFn
+from fedjax_cfl.method import MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import no_faults

@@ -40,7 +40,7 @@ def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> 
     if is_on_host(data) and algorithm.data_clients is None:
         raise InputError(
             "resident=host: this algorithm reads the samples of clients outside its cohort, or"
-            " is a method of your own whose Hooks have no start_clients (which clients' samples"
+            " is a method of your own whose Method have no start_clients (which clients' samples"
             " init reads; no_clients: none); use resident=device"
         )
     if is_on_host(data) and drift.moves:

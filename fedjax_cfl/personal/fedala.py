@@ -20,16 +20,18 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, client_range
 from fedjax_cfl.client.executor import Program, then
-from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import as_pytree, train_from
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.method import Method
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import FederatedData, Key, Params, Personal, Task, Upload
+from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload, Work
 from fedjax_cfl.validation import INT32_MAX, Fraction, NonNegativeFloat, check_arguments
 
 # a client's first fit ends once the standard deviation of the losses of `WINDOW` epochs is small
 SMALL, WINDOW, MOST_EPOCHS = 0.1, 10, 100
+NAME = "FedALA"
 
 
 class Mixing(struct.PyTreeNode):
@@ -43,7 +45,7 @@ class Mixing(struct.PyTreeNode):
 
 def fedala(
     *, layers: Sequence[str] = ("head",), share: Fraction = 0.8, lr: NonNegativeFloat = 1.0
-) -> Personal:
+) -> Method:
     """FedALA (Algorithm 1).
 
     A client mixes `layers`, by their names in the model's parameters, and takes all others from its
@@ -71,7 +73,7 @@ def fedala(
     def fresh(model: Params) -> Params:
         return {layer: jax.tree.map(jnp.ones_like, model[layer]) for layer in layers}
 
-    return Personal("FedALA", init, train, lambda row, model: row.model)
+    return Method(name=NAME, rows=init, train=train, serve=lambda row, model: row.model)
 
 
 def mix(weights: Params, own: Params, model: Params) -> Params:
@@ -93,7 +95,7 @@ def train_from_mixture(
     """Returns the program of one client that fits W by `fit`, trains from the mixture by `solve`,
     and keeps both; the other arguments are those of a `ClientFn`.
     """
-    (key, models), row = shared, work.own
+    (key, models), row = shared, work.rows[NAME]
     model = take_rows(models, work.group)
     stays = row.group == work.group
     weights = jax.tree.map(lambda w: jnp.where(stays, w, jnp.ones_like(w)), row.weights)
@@ -106,7 +108,8 @@ def train_from_mixture(
     def keep(upload: Upload) -> Upload:
         own = jax.tree.map(jnp.add, start, upload.delta)
         delta = jax.tree.map(jnp.subtract, own, model)
-        return upload.replace(delta=delta, own=Mixing(own, weights, work.group, met))
+        rows = {**upload.rows, NAME: Mixing(own, weights, work.group, met)}
+        return upload.replace(delta=delta, rows=rows)
 
     return then(train_from(start, solve, client, data, key, work), keep)
 

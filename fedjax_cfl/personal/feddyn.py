@@ -13,24 +13,25 @@ paper, and gradients are not clipped.
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective, check_pull, find_objective
-from fedjax_cfl.client.sgd import change_steps, direct_loop
+from fedjax_cfl.client.sgd import add_change
+from fedjax_cfl.client.steps import StepChange
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.personal.scaffold import restore_updates
+from fedjax_cfl.method import Correction, Method
+from fedjax_cfl.personal.scaffold import remove_correction
 from fedjax_cfl.tree import copy_statistics
-from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task
+from fedjax_cfl.types import Params, Task
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 LEAST_MEMBERS = 3
 
 
-def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
-    """FedDyn (Algorithm 1).
+def feddyn(*, alpha: PositiveFloat = 0.01) -> Method:
+    """FedDyn (Algorithm 1): a client's loss has + <h, y> + alpha / 2 ||y - w||^2, with its row h,
+    minus the gradient of its loss where it ended: h <- h + alpha (y - w).
 
     `alpha` > 0 is the weight of the pull; the smaller it is, the farther the server goes: without
     pull this is not FedAvg. A client's steps may have momentum, weight decay and a proximal term.
@@ -40,9 +41,16 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
     """
     check_arguments(feddyn, locals(), "personal")
 
+    def pull(objective: Objective, received: Params, row: Params) -> Objective:
+        return objective.replace(mu=alpha if objective.mu is None else alpha + objective.mu)
+
+    def keep(training: Training, row: Params, delta: Params) -> Params:
+        return copy_statistics(jax.tree.map(lambda h, d: h + alpha * d, row, delta), row)
+
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_pull("alpha", alpha, local.lr)
-        changed = change_steps(solve, Partial(dynamic_loop, alpha), "feddyn")
+        change = StepChange("FedDyn", objective=pull, keep=keep, corrects=True)
+        changed = add_change(solve, change)
         objective = find_objective(changed)
         fixed = isinstance(objective, Objective) and not (objective.mu_of or objective.center)
         if not fixed or objective.direction:
@@ -52,29 +60,14 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Personal:
             )
         return changed
 
-    def move(mean: Params, members: jax.Array) -> Params:
+    def server_step(mean: Params, members: jax.Array) -> Params:
         return jax.tree.map(lambda row: jnp.where(members < LEAST_MEMBERS, 0.0, row / alpha), mean)
 
-    return Personal(
-        "FedDyn",
-        lambda model: jax.tree.map(jnp.zeros_like, model),
-        train,
-        combine=None,
-        server=ServerRows(lambda row, mean: row, restore_updates, sent=False, move=move),
+    return Method(
+        name="FedDyn",
+        rows=lambda model: jax.tree.map(jnp.zeros_like, model),
+        train=train,
+        correction=Correction(
+            lambda row, mean: row, remove_correction, is_uploaded=False, server_step=server_step
+        ),
     )
-
-
-def dynamic_loop(alpha: float, training: Training, data: FederatedData) -> Program:
-    """Returns the SGD of one client on its loss + <h, y> + alpha / 2 ||y - w||^2, with its row h as
-    `training.own`; it keeps h + alpha (y - w), minus the gradient of its loss where it ends.
-    """
-    row, objective = training.own, training.objective
-    mu = alpha if objective.mu is None else alpha + objective.mu
-    pulled = training._replace(objective=objective.replace(mu=mu))
-
-    def end(found: tuple) -> tuple[Params, jax.Array, Params]:
-        delta, losses, _ = found
-        moved = jax.tree.map(lambda h, d: h + alpha * d, row, delta)
-        return delta, losses, copy_statistics(moved, row)
-
-    return then(direct_loop(pulled, data, row), end)

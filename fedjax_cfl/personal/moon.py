@@ -11,7 +11,6 @@ remembered; until a client has trained, it has no such term (the code: its own r
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -19,16 +18,16 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective, find_objective
-from fedjax_cfl.client.sgd import change_steps, direct_loop
+from fedjax_cfl.client.sgd import add_change
+from fedjax_cfl.client.steps import StepChange
 from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.method import Method
 from fedjax_cfl.tree import drop_statistics
-from fedjax_cfl.types import FederatedData, Params, Personal, Task
+from fedjax_cfl.types import Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
 
 LEAST_SQUARE = 1e-12  # of features, below which they have no direction
@@ -43,7 +42,7 @@ class Previous(struct.PyTreeNode):
 
 def moon(
     *, mu: NonNegativeFloat = 1.0, temperature: PositiveFloat = 0.5, layer: str = "head"
-) -> Personal:
+) -> Method:
     """MOON (Algorithm 1): the loss of a sample gets mu log(1 + exp((s' - s) / temperature)), with
     the cosines s and s' of its features in the trained model with those in the received one and in
     the client's previous one.
@@ -58,8 +57,10 @@ def moon(
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layer(task, layer)
 
-        loop = Partial(partial(contrast_loop, task, layer), mu, temperature)
-        changed = change_steps(solve, loop, "moon")
+        def contrast(objective: Objective, received: Params, row: Previous) -> Objective:
+            return add_contrast(task, layer, objective, (received, row), (mu, temperature))
+
+        changed = add_change(solve, StepChange("MOON", objective=contrast, keep=keep_model))
         if not isinstance(find_objective(changed), Objective):
             raise InputError(
                 "personal=moon: adds to the loss of samples, but clients of this method minimise"
@@ -70,7 +71,13 @@ def moon(
     def init(model: Params) -> Previous:
         return Previous(model, jnp.zeros((), bool))
 
-    return Personal("MOON", init, train, combine=None)
+    return Method(name="MOON", rows=init, train=train)
+
+
+def keep_model(training: Training, row: Previous, delta: Params) -> Previous:
+    """Returns the model that a client has trained."""
+    model = jax.tree.map(jnp.add, training.start, delta)
+    return Previous(model, jnp.ones((), bool))
 
 
 def check_layer(task: Task, layer: str) -> None:
@@ -86,20 +93,24 @@ def check_layer(task: Task, layer: str) -> None:
         )
 
 
-def contrast_loop(
-    task: Task, layer: str, mu: float, temperature: float, training: Training, data: FederatedData
-) -> Program:
-    """Returns the SGD of one client on its loss and the contrast of `moon`; it keeps the model that
-    it has trained.
+def add_contrast(
+    task: Task,
+    layer: str,
+    objective: Objective,
+    models: tuple[Params, Previous],
+    weights: tuple[Any, Any],
+) -> Objective:
+    """Returns the objective of one client with the contrast of `moon`.
 
-    Args: `layer`, `mu` and `temperature` are as in `moon`; the last two are those of a `MakeLoop`.
+    Args: `models` are the one that it received and its previous one; `weights` are `mu` and
+    `temperature`; these and `layer` are as in `moon`.
     """
-    start, previous, plain = training.start, training.own, training.objective.loss
+    (received, previous), (mu, temperature), plain = models, weights, objective.loss
+
+    def is_layer(module: nn.Module) -> bool:
+        return module.path == (layer,)
 
     def loss(params, x, y, key, owner):
-        def is_layer(module: nn.Module) -> bool:
-            return module.path == (layer,)
-
         def watch(model: Params) -> jax.Array:
             with watch_inputs(is_layer) as seen:
                 task.predict(model, x, owner)
@@ -111,18 +122,10 @@ def contrast_loop(
             raise InputError(
                 f"personal.layer={layer}: no module of the model that is called has this"
             )
-        received, own = watch(start), watch(previous.model)
-        gap = cosine(seen[-1], own) - cosine(seen[-1], received)
+        gap = cosine(seen[-1], watch(previous.model)) - cosine(seen[-1], watch(received))
         return each + mu * jnp.where(previous.known, jax.nn.softplus(gap / temperature), 0.0)
 
-    contrasted = training._replace(objective=training.objective.replace(loss=loss))
-
-    def end(found: tuple) -> tuple[Params, jax.Array, Previous]:
-        delta, losses, _ = found
-        model = jax.tree.map(jnp.add, start, delta)
-        return delta, losses, Previous(model, jnp.ones((), bool))
-
-    return then(direct_loop(contrasted, data), end)
+    return objective.replace(loss=loss)
 
 
 @contextlib.contextmanager

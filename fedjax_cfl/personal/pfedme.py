@@ -5,29 +5,27 @@ A client's own model theta is near its group's model w and fits its data; w foll
 group minimises the Moreau envelope of its clients' losses.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop
-from fedjax_cfl.client.local import Local, Training
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import check_pull
-from fedjax_cfl.client.sgd import batch_losses, change_steps
+from fedjax_cfl.client.sgd import add_change
+from fedjax_cfl.client.steps import Step, StepChange
+from fedjax_cfl.method import Method
 from fedjax_cfl.tree import move_statistics
-from fedjax_cfl.types import FederatedData, Params, Personal, Task
+from fedjax_cfl.types import Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
 
 
 def pfedme(
     *, lam: NonNegativeFloat = 15.0, inner_steps: PositiveInt = 5, inner_lr: PositiveFloat = 0.1
-) -> Personal:
+) -> Method:
     """pFedMe (Algorithm 1). The steps of `Local` are the paper's R local rounds: each takes one
     batch, `inner_steps` steps (K) of size `inner_lr` on F(theta) + lam / 2 ||theta - w||^2, and
-    then w <- w - lr lam (w - theta), with the step size of `Local`.
+    then w <- w - lr lam (w - theta), with the step size of `Local`. Theta begins each round as w.
 
     The server averages as the method below does; the paper's beta is the step size of its server,
     as in FedAvgM without momentum. Raises InputError for a value that is not allowed, and for a
@@ -35,41 +33,22 @@ def pfedme(
     """
     check_arguments(pfedme, locals(), "personal")
 
-    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        check_pull("personal.lam", lam, local.lr)
-        loop = Partial(partial(envelope_loop, inner_steps), lam, inner_lr)
-        return change_steps(solve, loop, "pfedme")
-
-    return Personal("pFedMe", lambda model: model, train, lambda row, model: row)
-
-
-def envelope_loop(
-    inner_steps: int, lam: float, inner_lr: float, training: Training, data: FederatedData
-) -> Loop:
-    """Returns the steps of one client's group model and of its own (a `MakeLoop`).
-
-    Args: the first three are as in `pfedme`; the others are those of a `MakeLoop`.
-    """
-    start, plan, lr = training.start, training.plan, training.lr
-    loss_of_step = batch_losses(training, data)
-
-    def step(s, carry):
-        shared, theta, losses = carry
-        slope = jax.value_and_grad(loss_of_step(s), has_aux=True)
-
+    def step(c: Step, w: Params, theta: Params) -> tuple[Params, Params, jax.Array]:
         def pull(theta, _):
-            (_, total), gradient = slope(theta)
+            total, gradient = c.slope(theta, 0)
             moved = jax.tree.map(
-                lambda t, g, w: t - inner_lr * (g + lam * (t - w)), theta, gradient, shared
+                lambda t, g, w: t - inner_lr * (g + lam * (t - w)), theta, gradient, w
             )
             return move_statistics(moved, theta, gradient), total
 
-        theta, totals = lax.scan(pull, theta, length=inner_steps)
-        shared = jax.tree.map(lambda w, t: w - lr * lam * (w - t), shared, theta)
-        return shared, theta, plan.add_loss(s, losses, totals[0])
+        begin = jax.tree.map(lambda t, r: jnp.where(c.number == 0, r, t), theta, c.received)
+        theta, totals = lax.scan(pull, begin, length=inner_steps)
+        return jax.tree.map(lambda w, t: w - c.lr * lam * (w - t), w, theta), theta, totals[0]
 
-    def end(carry) -> tuple[Params, jax.Array, Params]:
-        shared, theta, losses = carry
-        return jax.tree.map(jnp.subtract, shared, start), jnp.stack(losses), theta
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        check_pull("personal.lam", lam, local.lr)
+        return add_change(solve, StepChange("pFedMe", step=step))
 
-    return Loop(plan.steps, (start, start, (jnp.zeros(()), jnp.zeros(()))), step, end)
+    return Method(
+        name="pFedMe", rows=lambda model: model, train=train, serve=lambda theta, model: theta
+    )

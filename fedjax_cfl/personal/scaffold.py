@@ -10,16 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
-from fedjax_cfl.client.local import Local, Training, Work
+from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective, find_objective
-from fedjax_cfl.client.sgd import change_steps, direct_loop
+from fedjax_cfl.client.sgd import add_change
+from fedjax_cfl.client.steps import StepChange
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Correction, Method
 from fedjax_cfl.tree import copy_statistics, squared_norms
-from fedjax_cfl.types import FederatedData, Params, Personal, ServerRows, Task, Upload
+from fedjax_cfl.types import Params, Task, Upload, Work
 
 
-def scaffold() -> Personal:
+def scaffold() -> Method:
     """SCAFFOLD (Algorithm 1, option II): c_i <- c_i - c + (x - y) / (steps lr), the mean gradient
     of a client's steps.
 
@@ -30,7 +31,7 @@ def scaffold() -> Personal:
     """
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        corrected = change_steps(solve, corrected_loop, "scaffold")
+        corrected = add_change(solve, StepChange("SCAFFOLD", corrects=True, keep=find_variate))
         objective = find_objective(corrected)
         if isinstance(objective, Objective) and objective.direction is not None:
             raise InputError(
@@ -39,31 +40,24 @@ def scaffold() -> Personal:
             )
         return corrected
 
-    return Personal(
-        "SCAFFOLD",
-        lambda model: jax.tree.map(jnp.zeros_like, model),
-        train,
-        combine=None,
-        server=ServerRows(
-            give=lambda row, mean: jax.tree.map(jnp.subtract, mean, row), restore=restore_updates
-        ),
+    def to_client(row: Params, mean: Params) -> Params:
+        return jax.tree.map(jnp.subtract, mean, row)
+
+    return Method(
+        name="SCAFFOLD",
+        rows=lambda model: jax.tree.map(jnp.zeros_like, model),
+        train=train,
+        correction=Correction(to_client, remove_correction),
     )
 
 
-def corrected_loop(training: Training, data: FederatedData) -> Program:
-    """Returns the SGD of one client with `training.own`, c - c_i, added to every gradient; it keeps
-    its new c_i.
-    """
-    correction, plan = training.own, training.plan
-
-    def end(found: tuple) -> tuple[Params, jax.Array, Params]:
-        delta, losses, _ = found
-        reach = find_reach(training.lr, training.local.momentum, plan.steps)
-        far = jnp.where(plan.steps > 0, reach, 1.0)
-        variate = jax.tree.map(lambda d, c: -c - d / far, delta, correction)
-        return delta, losses, copy_statistics(variate, correction)
-
-    return then(direct_loop(training, data, correction), end)
+def find_variate(training: Training, correction: Params, delta: Params) -> Params:
+    """Returns a client's new c_i, from the `correction` c - c_i of its gradients and its update."""
+    steps = training.plan.steps
+    reach = find_reach(training.lr, training.local.momentum, steps)
+    far = jnp.where(steps > 0, reach, 1.0)
+    variate = jax.tree.map(lambda d, c: -c - d / far, delta, correction)
+    return copy_statistics(variate, correction)
 
 
 def find_reach(lr: float | jax.Array, rho: float, steps: jax.Array) -> jax.Array:
@@ -74,11 +68,12 @@ def find_reach(lr: float | jax.Array, rho: float, steps: jax.Array) -> jax.Array
     return lr * (steps - lag) / (1.0 - rho)
 
 
-def restore_updates(local: Local, work: Work, upload: Upload) -> Upload:
-    """Returns the upload with updates [S, ...] as if no step had been corrected along them: those
-    of one group are all corrected toward its mean, which hides what distinguishes clients.
+def remove_correction(local: Local, work: Work, added: Params, upload: Upload) -> Upload:
+    """Returns the upload with updates [S, ...] as if no step had been corrected by what was `added`
+    [S, ...] to gradients: those of one group are all corrected toward its mean, which hides what
+    distinguishes clients.
     """
     reach = find_reach(local.lr, local.momentum, upload.steps)
     far = jnp.where(upload.weight > 0, reach * work.lr_scale, 0.0)
-    delta = jax.tree.map(lambda d, c: d + jax.vmap(jnp.multiply)(far, c), upload.delta, work.own)
+    delta = jax.tree.map(lambda d, c: d + jax.vmap(jnp.multiply)(far, c), upload.delta, added)
     return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))

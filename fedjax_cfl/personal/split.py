@@ -26,7 +26,7 @@ bytes is the group's part; in the group's models the other part stays what it wa
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +34,20 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, then
-from fedjax_cfl.client.local import Local, StepPlan, Training, Work
-from fedjax_cfl.client.sgd import as_pytree, change_steps, direct_loop, train_from
+from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import add_change, as_pytree, train_from
+from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.method import Method
 from fedjax_cfl.tree import STATISTICS, put_part, take_rows
-from fedjax_cfl.types import FederatedData, Params, Personal, Task, Upload
+from fedjax_cfl.types import FederatedData, Params, Task, Upload, Work
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 Judge = Literal["template", "own"]
 
 
-def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> Personal:
+def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> Method:
     """FedPer: every client has `layers` of its own, by their names in the model's parameters.
 
     Where clients choose a group by the losses of its model, `judge` says what stands for the
@@ -58,7 +60,7 @@ def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> P
     return split_layers("FedPer", layers, lambda name: name in layers, judge)
 
 
-def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Personal:
+def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Method:
     """LG-FedAvg: clients share `layers`, by their names in the model's parameters, and have all
     others of their own. The models start as the method's own do, and not from a trained one as in
     the paper.
@@ -69,7 +71,7 @@ def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Per
     return split_layers("LG-FedAvg", layers, lambda name: name not in layers, judge)
 
 
-def fedbn(*, judge: Judge = "template") -> Personal:
+def fedbn(*, judge: Judge = "template") -> Method:
     """FedBN: every client has the normalisations of its own, with their running statistics: all
     modules of the model with a parameter `scale`, as Flax calls it, or with statistics.
 
@@ -102,7 +104,7 @@ def take_norms(model: Params) -> Params:
 
 def fedrep(
     *, layers: Sequence[str] = ("head",), body_epochs: PositiveInt = 1, judge: Judge = "template"
-) -> Personal:
+) -> Method:
     """FedRep: every client has `layers` of its own. Of its local epochs the last `body_epochs`
     train the other layers alone, all before them the client's own alone.
 
@@ -111,23 +113,20 @@ def fedrep(
     check_arguments(fedrep, locals(), "personal")
     method = split_layers("FedRep", layers, lambda name: name in layers, judge)
 
-    def own_epoch(plan: StepPlan, epoch: jax.Array) -> jax.Array:
-        return epoch <= plan.last_epoch - body_epochs
-
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         if local.steps is None and local.epochs <= body_epochs:
             raise InputError(
                 f"personal.body_epochs={body_epochs}: of local.epochs={local.epochs} none is left"
                 " for the clients' own layers; use more epochs, or personal=fedbabu"
             )
-
-        loop = partial(masked_loop, layers, own_epoch)
-        return method.train(task, local, change_steps(solve, loop, "fedrep"))
+        step = train_layers(layers, lambda c: c.epoch <= c.last_epoch - body_epochs)
+        assert method.train is not None
+        return method.train(task, local, add_change(solve, StepChange("FedRep", step=step)))
 
     return method._replace(train=train)
 
 
-def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
+def fedbabu(*, layers: Sequence[str] = ("head",)) -> Method:
     """FedBABU: `layers` are never trained in the run, and the same for all clients and groups;
     `evaluate.finetune` epochs at its end make every client's own model. Raises InputError as
     `fedper` does.
@@ -137,38 +136,31 @@ def fedbabu(*, layers: Sequence[str] = ("head",)) -> Personal:
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layers(task, layers, lambda name: name in layers)
-        never = partial(masked_loop, layers, lambda plan, epoch: jnp.zeros((), bool))
-        return change_steps(solve, never, "fedbabu")
+        step = train_layers(layers, lambda c: jnp.zeros((), bool))
+        return add_change(solve, StepChange("FedBABU", step=step))
 
-    return method._replace(init=lambda model: (), train=train, combine=None)
+    return method._replace(rows=None, train=train, serve=None)
 
 
-def masked_loop(
-    layers: Sequence[str],
-    trains_layers: Callable[[StepPlan, jax.Array], jax.Array],
-    training: Training,
-    data: FederatedData,
-) -> Loop:
-    """Returns the SGD of one client (a `MakeLoop`) that trains either `layers` or all others in an
-    epoch; `trains_layers(plan, epoch)` [] bool says in which epochs it trains `layers`.
+def train_layers(layers: Sequence[str], holds: Callable[[Step], jax.Array]) -> Callable:
+    """Returns the step of one client that trains `layers` where `holds`, a function of the step,
+    gives true, [] bool, and all others elsewhere.
     """
-    plan = training.plan
 
-    def choose(s: jax.Array, moved: Params, before: Params) -> Params:
-        theirs = trains_layers(plan, plan.locate_batch(s, training.local.batch_size)[0])
-        return {
-            name: jax.tree.map(
-                partial(jnp.where, theirs == (name in layers)), moved[name], before[name]
-            )
-            for name in before
+    def step(c: Step, model: Params, own: Any) -> tuple[Params, Any]:
+        theirs = holds(c)
+        moved = {
+            name: jax.tree.map(partial(jnp.where, theirs == (name in layers)), c.sgd[name], part)
+            for name, part in model.items()
         }
+        return moved, own
 
-    return direct_loop(training, data, choose=choose)
+    return step
 
 
 def split_layers(
     name: str, layers: Sequence[str], is_own: Callable[[str], bool], judge: Judge
-) -> Personal:
+) -> Method:
     """Returns the personal method in which the layers for which `is_own` holds are a client's."""
 
     def take_own(model: Params) -> Params:
@@ -185,7 +177,7 @@ def split_models(
     take_own: Callable[[Params], Params],
     check: Callable[[Task], None],
     judge: Judge,
-) -> Personal:
+) -> Method:
     """Returns the personal method in which the part `take_own` of a model is a client's; `check`
     raises InputError for a model without both parts.
     """
@@ -203,24 +195,24 @@ def split_models(
 
     def train_merged(solve, client, data: FederatedData, shared, work: Work) -> Program:
         key, models = shared
-        start = merge(work.own, take_rows(models, work.group))
+        row = work.rows[name]
+        start = merge(row, take_rows(models, work.group))
 
         def part(upload: Upload) -> Upload:
             own = take_own(upload.delta)
             unchanged = jax.tree.map(jnp.zeros_like, own)
-            return upload.replace(
-                delta=merge(unchanged, upload.delta), own=jax.tree.map(jnp.add, work.own, own)
-            )
+            rows = {**upload.rows, name: jax.tree.map(jnp.add, row, own)}
+            return upload.replace(delta=merge(unchanged, upload.delta), rows=rows)
 
         return then(train_from(start, solve, client, data, key, work), part)
 
-    return Personal(
-        name,
-        take_own,
-        train,
-        merge,
+    return Method(
+        name=name,
+        rows=take_own,
+        train=train,
+        serve=merge,
         sent_part=leave_own,
-        judge=merge if judge == "own" else None,
+        selection_model=merge if judge == "own" else None,
     )
 
 

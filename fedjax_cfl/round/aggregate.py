@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.round.method import AggregateFn, FinishFn, Round
+from fedjax_cfl.method import AggregateFn, FinishFn, Round
 from fedjax_cfl.sharding import split_by_parameter, take_models
 from fedjax_cfl.system.reports import add_traffic, make_traffic
 from fedjax_cfl.tree import (

@@ -1,9 +1,8 @@
-"""What the clients of any method keep for themselves, see `types.Personal`: before round 0, in a
-round, and when clients are tested.
+"""What clients keep, layer by layer (`Method.rows`): before round 0, in a round, and when clients
+are tested.
 
-The server may have their rows, too, see `types.ServerRows`: who keeps which, what a cohort is
-sent, and what methods see that compare updates. Nothing of that happens where rows are the
-clients' alone.
+The server has the rows of a `Correction`, too: what a cohort is sent, and what methods see that
+compare updates.
 """
 
 from collections.abc import Callable
@@ -15,12 +14,12 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
-from fedjax_cfl.client.local import Local, Work, full_work
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.local import Local, full_work
+from fedjax_cfl.client.sgd import option_of, sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
-from fedjax_cfl.round.method import Hooks
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.system.reports import make_report, make_traffic
@@ -30,56 +29,100 @@ from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where
 from fedjax_cfl.types import (
     Cohort,
     FederatedData,
-    OwnRows,
     Params,
-    Personal,
     Report,
-    ServerRows,
+    Rows,
     State,
     Task,
     Upload,
+    Work,
 )
 
 
-def check_personal(personal: Personal, system: System, hooks: Hooks) -> None:
-    """Raises InputError for a method or a system that cannot be used with what clients keep."""
-    if hooks.own_models:
+def check_layers(layers: tuple[Method, ...], system: System, method: Method) -> None:
+    """Raises InputError for layers that cannot be stacked, and for a method or a system that cannot
+    be used with them.
+    """
+    if not layers:
+        return
+    names = ", ".join(layer.name for layer in layers)
+    if method.own_models:
         raise InputError(
             "personal: every client of this method has a model of its own already, without"
-            f" {personal.name}; use personal=none, or another algorithm"
+            f" {names}; use personal=none, or another algorithm"
         )
     if system.keep_received:
         raise InputError(
-            f"test_on=received: clients of {personal.name} are tested on models of their own; use"
+            f"test_on=received: clients of {names} are tested on models of their own; use"
             " test_on=group"
         )
-    moves = personal.server is not None and personal.server.move is not None
-    if moves and (hooks.server or hooks.aggregate not in (None, weighted_mean, uniform_mean)):
+    check_stack(layers)
+    moves = next((layer.name for layer in layers if find_server_step(layer)), None)
+    plain = method.aggregate in (None, weighted_mean, uniform_mean)
+    if moves and (method.server or not plain):
         raise InputError(
-            f"personal: {personal.name} moves the plain mean of its clients' models, but the server"
+            f"personal: {moves} moves the plain mean of its clients' models, but the server"
             " of this method makes another step; use personal=none, or another algorithm"
         )
 
 
-def init_own(personal: Personal, state: State) -> State:
+def check_stack(layers: tuple[Method, ...]) -> None:
+    """Raises InputError where two layers say the same thing: which model a client is tested on, how
+    its training is corrected, or, of a model whose parts are not all sent, both.
+    """
+    tested = [layer for layer in layers if layer.serve or layer.adapt or layer.sent_part]
+    corrected = [layer for layer in layers if layer.correction]
+    parted = [layer for layer in layers if layer.sent_part or layer.correction]
+    rules = (
+        (tested, "both say which model a client is tested on"),
+        (corrected, "both correct the training of clients"),
+        (parted, "a correction is for models that are sent as a whole"),
+    )
+    for found, reason in rules:
+        if len(found) > 1:
+            one, other = (option_of(layer.name) for layer in found[:2])
+            raise InputError(f"personal=[{one},{other}]: {reason}; use one of the two")
+    names = [layer.name for layer in layers]
+    again = next((name for name in names if names.count(name) > 1), None)
+    if again is not None:
+        raise InputError(f"personal: {option_of(again)} is given twice; use it once")
+
+
+def find_server_step(layer: Method) -> Callable[..., Params] | None:
+    """Returns what a layer adds to the step of a group, None: nothing."""
+    return layer.correction.server_step if layer.correction else None
+
+
+def find_sent_part(local: Local) -> Callable[[Params], Params] | None:
+    """Returns which part of models is sent, None: all."""
+    return next((layer.sent_part for layer in local.layers if layer.sent_part), None)
+
+
+def init_rows(local: Local, state: State) -> State:
     """Returns the state before round 0 with what each client keeps at first. What is never sent
     is the same in all group models: that of the first one.
     """
-    groups = state.groups
-    if personal.sent_part is not None:
-        groups = put_part(repeat_first(groups), personal.sent_part(groups))
-    state = state.replace(groups=groups)
-    rows = take_rows(jax.vmap(personal.init)(groups), groups_of(state))
-    group = jnp.full_like(state.assignment, -1) if personal.server is not None else ()
-    return state.replace(own=OwnRows(rows, jnp.zeros(state.assignment.size, bool), group))
+    groups, sent_part = state.groups, find_sent_part(local)
+    if sent_part is not None:
+        groups = put_part(repeat_first(groups), sent_part(groups))
+    state, rows = state.replace(groups=groups), {}
+    for layer in local.layers:
+        if layer.rows is None:
+            continue
+        values = take_rows(jax.vmap(layer.rows)(groups), groups_of(state))
+        group = jnp.full_like(state.assignment, -1) if layer.correction else ()
+        rows[layer.name] = Rows(values, jnp.zeros(state.assignment.size, bool), group)
+    return state.replace(rows=rows)
 
 
-def make_first_rows(local: Local) -> Callable[[State], Any] | None:
-    """Returns `Algorithm.first_rows`: (state) -> what a client of each group keeps at first."""
-    personal = local.personal
-    if personal is None or personal.server is not None:
+def make_first_rows(local: Local) -> Callable[[State], dict[str, Any]] | None:
+    """Returns `Algorithm.first_rows`: (state) -> by layer, what a client of each group keeps at
+    first. Left out are layers whose rows a round reads of clients outside its cohort.
+    """
+    kept = {layer.name: layer.rows for layer in local.layers if layer.rows and not layer.correction}
+    if not kept:
         return None
-    return lambda state: jax.vmap(personal.init)(state.groups)
+    return lambda state: {name: jax.vmap(first)(state.groups) for name, first in kept.items()}
 
 
 def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | None:
@@ -87,22 +130,23 @@ def make_personal_models(task: Task, local: Local) -> Callable[..., Params] | No
     [n, ...] that each of these clients uses and is tested on: that of its group, until the client
     has trained; or that of its group, adapted. None where all use that of their group.
     """
-    personal = local.personal
-    if personal is not None and personal.adapt is not None:
-        return adapt_models(task, personal.adapt(local.replace(personal=None)))
-    combine = personal and personal.combine
-    if not combine:
+    layer = next((layer for layer in local.layers if layer.serve or layer.adapt), None)
+    if layer is None:
         return None
+    if layer.adapt is not None:
+        return adapt_models(task, layer.adapt(local.replace(personal=None)))
 
     def personal_models(
         state: State, data: FederatedData, clients: jax.Array | None = None
     ) -> Params:
-        rows, group, trained = state.own.rows, groups_of(state), state.own.trained
+        assert layer.serve is not None
+        rows, group = state.rows[layer.name], groups_of(state)
+        values, trained = rows.values, rows.trained
         if clients is not None:
-            rows = take_rows(rows, find_places(state.own, clients))
+            values = take_rows(values, find_places(rows, clients))
             group, trained = group[clients], trained[clients]
         models = take_rows(state.groups, group)
-        return where_rows(trained, jax.vmap(combine)(rows, models), models)
+        return where_rows(trained, jax.vmap(layer.serve)(values, models), models)
 
     return personal_models
 
@@ -129,60 +173,62 @@ def adapt_models(task: Task, local: Local) -> Callable[[State, FederatedData], P
     return adapted_models
 
 
-def find_server(local: Local) -> ServerRows | None:
-    """Returns what the server does with the rows of clients, None: it has none."""
-    return local.personal.server if local.personal is not None else None
-
-
-def give_rows(
+def load_rows(
     local: Local, state: State, cohort: Cohort, work: Work
-) -> tuple[OwnRows, Work, list[Report]]:
-    """Returns all clients' rows, the cohort's work with what each client is given of its own, and
-    reports of what is sent for it: the mean row down, the new row up with the update, a model each,
-    where rows are sent.
+) -> tuple[State, Work, list[Report]]:
+    """Returns the state, the cohort's work with the row of each client, and reports of what is sent
+    for it: of an uploaded correction a model each, the mean row down and, with the update, the new
+    row up.
 
     `state` has the groups that the cohort trains in its assignment.
     """
-    server, mesh = find_server(local), local.execution.mesh
-    if server is None:
-        return state.own, work._replace(own=take_own(state, cohort, mesh)), []
-    state = renew_rows(local, state)
-    means, _ = average_rows(state)
-    rows = take_own(state, cohort, mesh)
-    given = jax.vmap(server.give)(rows, take_rows(means, work.group))
-    real = cohort.ids < state.assignment.size
-    sent = [make_report(make_traffic(units_down=real, units_up=real))] if server.sent else []
-    return state.own, work._replace(own=given), sent
+    state, reports = reset_rows_of_movers(local, state), []
+    rows = take_cohort_rows(state, cohort, local.execution.mesh)
+    for layer in local.layers:
+        if layer.correction is None:
+            continue
+        means, _ = average_rows(state, layer.name)
+        mine = rows[layer.name], take_rows(means, work.group)
+        rows[layer.name] = jax.vmap(layer.correction.to_client)(*mine)
+        if layer.correction.is_uploaded:
+            real = cohort.ids < state.assignment.size
+            reports.append(make_report(make_traffic(units_down=real, units_up=real)))
+    return state, work._replace(rows=rows), reports
 
 
 def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Upload) -> State:
-    """Returns the state with the cohort's new rows: where the server has them, too, those of the
-    clients whose update is used, else of all that trained, even if their answer was lost or late.
+    """Returns the state with the cohort's new rows: those of all that trained, even if their answer
+    was lost or late; of a correction those of the clients whose update is used. Rows that are not
+    finite are dropped.
     """
-    if local.personal is None:
-        return state
-    server = find_server(local)
-    kept = upload.steps > 0 if server is None else upload.weight > 0
-    state = put_own(state, cohort, upload, kept, local.execution.mesh)
-    if server is None:
-        return state
-    group = state.own.group.at[jnp.where(kept, cohort.ids, state.assignment.size)]
-    return state.replace(own=state.own.replace(group=group.set(work.group, mode="drop")))
+    kept = dict(state.rows)
+    for layer in local.layers:
+        if layer.rows is None:
+            continue
+        rows, new = kept[layer.name], upload.rows[layer.name]
+        used = upload.weight > 0 if layer.correction else upload.steps > 0
+        finite = used & ~find_nonfinite(new, used.shape)
+        if layer.correction:
+            at = jnp.where(used, cohort.ids, state.assignment.size)
+            rows = rows.replace(group=rows.group.at[at].set(work.group, mode="drop"))
+        kept[layer.name] = put_rows(rows, cohort, new, finite, local.execution.mesh)
+    return state.replace(rows=kept)
 
 
 def add_rows_to_step(local: Local, state: State, step: Params) -> Params:
     """Returns the step [m, ...] of the groups with what the rows of their members add to it."""
-    server = find_server(local)
-    if server is None or server.move is None:
-        return step
-    return jax.tree.map(jnp.add, step, jax.vmap(server.move)(*average_rows(state)))
+    for layer in local.layers:
+        if move := find_server_step(layer):
+            moved = jax.vmap(move)(*average_rows(state, layer.name))
+            step = jax.tree.map(jnp.add, step, moved)
+    return step
 
 
-def average_rows(state: State) -> tuple[Any, jax.Array]:
-    """Returns the mean row [m, ...] of each group's members, and how many [m] they are."""
+def average_rows(state: State, name: str) -> tuple[Any, jax.Array]:
+    """Returns a layer's mean row [m, ...] of each group's members, and how many [m] they are."""
     members = find_members(state)
     counts = (members >= 0).astype(jnp.float32)
-    return group_mean(counts, members, state.own.rows, state.active.size)
+    return group_mean(counts, members, state.rows[name].values, state.active.size)
 
 
 def find_members(state: State) -> jax.Array:
@@ -193,28 +239,32 @@ def find_members(state: State) -> jax.Array:
     return jnp.where(only, jnp.argmax(state.active), state.assignment).astype(jnp.int32)
 
 
-def renew_rows(local: Local, state: State) -> State:
-    """Returns the state in which the row of every client begins anew that has another group now.
+def reset_rows_of_movers(local: Local, state: State) -> State:
+    """Returns the state in which the row of a correction is a first one again for every client
+    that has another group now.
 
     A group with the very model of the one before, such as a half of a group that was cut, is no
     other: what the row says is about that model.
     """
-    if find_server(local) is None:
-        return state
-    assert local.personal is not None  # that has it
-    init, members = local.personal.init, find_members(state)
+    kept = dict(state.rows)
+    for layer in local.layers:
+        if layer.correction is None:
+            continue
+        rows, first, members = kept[layer.name], layer.rows, find_members(state)
+        assert first is not None
 
-    def begin_anew(own: OwnRows) -> OwnRows:
-        known = (own.group >= 0) & (members >= 0)
-        left = ~(known & find_twins(state.groups)[own.group, members])
-        fresh = jax.vmap(init)(group_models(state))
-        return OwnRows(where_rows(left, fresh, own.rows), own.trained & ~left, members)
+        def reset(rows: Rows, first: Any = first, members: jax.Array = members) -> Rows:
+            known = (rows.group >= 0) & (members >= 0)
+            left = ~(known & first_equal_model(state.groups)[rows.group, members])
+            fresh = jax.vmap(first)(group_models(state))
+            return Rows(where_rows(left, fresh, rows.values), rows.trained & ~left, members)
 
-    changed = jnp.any(state.own.group != members)
-    return state.replace(own=lax.cond(changed, begin_anew, lambda own: own, state.own))
+        changed = jnp.any(rows.group != members)
+        kept[layer.name] = lax.cond(changed, reset, lambda rows: rows, rows)
+    return state.replace(rows=kept)
 
 
-def find_twins(groups: Params) -> jax.Array:
+def first_equal_model(groups: Params) -> jax.Array:
     """Returns which of the models [m, ...] are equal, [m, m] bool; each is to itself."""
     count = len(jax.tree.leaves(groups)[0])
 
@@ -228,39 +278,34 @@ def find_twins(groups: Params) -> jax.Array:
     return lax.map(equal_to, jnp.arange(count))
 
 
-def restore_updates(local: Local, work: Work, upload: Upload) -> Upload:
-    """Returns the upload as a method is to compare it, see `ServerRows.restore`."""
-    server = find_server(local)
-    return upload if server is None else server.restore(local, work, upload)
+def uncorrect_updates(local: Local, work: Work, upload: Upload) -> Upload:
+    """Returns the upload as a method is to compare it, see `Correction.uncorrect`."""
+    for layer in local.layers:
+        if layer.correction is not None:
+            upload = layer.correction.uncorrect(local, work, work.rows[layer.name], upload)
+    return upload
 
 
-def take_own(state: State, cohort: Cohort, mesh: Mesh | None) -> Any:
-    """Returns what each client of the cohort keeps for itself [S, ...], see `Personal`; () where
-    nothing is kept.
-    """
-    if not jax.tree.leaves(state.own):
-        return ()
+def take_cohort_rows(state: State, cohort: Cohort, mesh: Mesh | None) -> dict[str, Any]:
+    """Returns by layer what each client of the cohort keeps, [S, ...]."""
     clients = jnp.minimum(cohort.ids, state.assignment.size - 1)
-    return take_models(state.own.rows, find_places(state.own, clients), mesh)
+    return {
+        name: take_models(rows.values, find_places(rows, clients), mesh)
+        for name, rows in state.rows.items()
+    }
 
 
-def find_places(own: OwnRows, clients: jax.Array) -> jax.Array:
+def find_places(rows: Rows, clients: jax.Array) -> jax.Array:
     """Returns where the rows of `clients` [n] int32 are."""
-    return clients if isinstance(own.place, tuple) else own.place[clients]
+    return clients if isinstance(rows.place, tuple) else rows.place[clients]
 
 
-def put_own(
-    state: State, cohort: Cohort, upload: Upload, kept: jax.Array, mesh: Mesh | None
-) -> State:
-    """Returns the state with what clients of the cohort now keep, those in the slots `kept` [S]
-    bool; rows that are not finite are dropped.
-    """
-    kept = kept & ~find_nonfinite(upload.own, kept.shape)
-    clients = state.assignment.size
+def put_rows(rows: Rows, cohort: Cohort, new: Any, kept: jax.Array, mesh: Mesh | None) -> Rows:
+    """Returns a layer's rows with the `new` ones [S, ...] of the cohort's slots `kept` [S] bool."""
+    clients = rows.trained.size
     at = jnp.where(kept, cohort.ids, clients)
-    trained = state.own.trained.at[at].set(True, mode="drop")
-    if not isinstance(state.own.place, tuple):
-        nowhere = len(jax.tree.leaves(state.own.rows)[0])
-        at = jnp.where(kept, state.own.place[jnp.minimum(at, clients - 1)], nowhere)
-    rows = put_models(state.own.rows, at, upload.own, mesh)
-    return state.replace(own=state.own.replace(rows=rows, trained=trained))
+    trained = rows.trained.at[at].set(True, mode="drop")
+    if not isinstance(rows.place, tuple):
+        nowhere = len(jax.tree.leaves(rows.values)[0])
+        at = jnp.where(kept, rows.place[jnp.minimum(at, clients - 1)], nowhere)
+    return rows.replace(values=put_models(rows.values, at, new, mesh), trained=trained)

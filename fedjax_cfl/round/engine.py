@@ -1,4 +1,4 @@
-"""One federated round, in order. A method is a call of `federated` with hooks of its own."""
+"""One federated round, in order. A method is a call of `federated` with functions of its own."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,19 +23,20 @@ from fedjax_cfl.keys import (
     derive_key,
     derive_keys,
 )
+from fedjax_cfl.method import AggregateFn, Method, Round, Start
 from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase, weighted_mean
 from fedjax_cfl.round.client_rows import (
     add_rows_to_step,
-    check_personal,
-    give_rows,
-    init_own,
+    check_layers,
+    find_sent_part,
+    init_rows,
     keep_rows,
+    load_rows,
     make_first_rows,
     make_personal_models,
-    renew_rows,
-    restore_updates,
+    reset_rows_of_movers,
+    uncorrect_updates,
 )
-from fedjax_cfl.round.method import AggregateFn, Hooks, Round, Start
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
@@ -75,11 +76,11 @@ def serve_assigned(state: State) -> ServedModels:
 
 
 class Parts(NamedTuple):
-    """What a round is made of, with the defaults of the hooks filled in."""
+    """What a round is made of, with the defaults of the method filled in."""
 
     task: Task
     local: Local
-    hooks: Hooks
+    method: Method
     train: Callable[..., tuple[Upload, FaultCounts]]  # trains the cohort, with faults
     aggregate: AggregateFn
     server: optax.GradientTransformation
@@ -98,29 +99,29 @@ class Now(NamedTuple):
         return Round(self.keys[purpose], state, self.data, *more)
 
 
-def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Algorithm:
-    """Composes a method from the hooks of one round, see `Hooks`.
+def federated(task: Task, local: Local, system: SystemLike, method: Method) -> Algorithm:
+    """Composes a method from what it does in each step of a round, see `Method`.
 
-    Args: `task` is the model and its loss; `local` says how clients train; `system` says who takes
-    part and what happens to clients, a selection alone: nothing fails; `hooks` are the method's.
-    Raises InputError for faults that are not allowed.
+    Args: `task` is the model and its loss; `local` says how clients train, and has layers; `system`
+    says who takes part and what happens to clients, a selection alone: nothing fails.
+    Raises InputError for faults that are not allowed, and for layers that do not fit.
     """
-    system, mesh = as_system(system), local.execution.mesh
-    solve, personal = hooks.solve, local.personal
-    if personal is not None:
-        check_personal(personal, system, hooks)
-        solve = personal.train(task, local, solve)
+    system, mesh, layers = as_system(system), local.execution.mesh, local.layers
+    check_layers(layers, system, method)
+    solve = method.solve
+    for layer in layers:
+        solve = layer.train(task, local, solve) if layer.train else solve
     parts = Parts(
         task,
         local,
-        hooks,
+        method,
         over_clients(with_faults(system.faults, solve), local.execution),
-        hooks.aggregate or weighted_mean,
-        hooks.server or optax.sgd(1.0),
+        method.aggregate or weighted_mean,
+        method.server or optax.sgd(1.0),
         system,
     )
-    start = hooks.start or random_groups(task, 1)
-    clustered = bool(hooks.assign or hooks.meet)
+    start = method.start or random_groups(task, 1)
+    clustered = bool(method.assign or method.assign_and_found)
 
     def init(key: Key, data: FederatedData) -> State:
         return init_state(parts, start(derive_key(key, START), data), data)
@@ -130,7 +131,7 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         state, log = migrate(now, state)
         cohort, log = draw_cohort(now, state, log)
         state, work, log = plan_work(now, state, cohort, log)
-        state, work, log = hand_out_own(now, state, cohort, work, log)
+        state, work, log = load_client_state(now, state, cohort, work, log)
         upload, log = train_cohort(now, state, cohort, work, log)
         state = keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(now, state, cohort, work, upload)
@@ -139,24 +140,24 @@ def federated(task: Task, local: Local, system: SystemLike, hooks: Hooks) -> Alg
         return close_round(parts, after, measured, cohort, upload, log)
 
     # each test trains every client on its own samples: those of all clients are read
-    adapts = personal is not None and personal.adapt is not None
+    adapts, starters = any(layer.adapt for layer in layers), method.start_clients
     return Algorithm(
         init,
         round,
         serve_assigned if clustered else serve_global,
-        clustered=clustered and not hooks.own_models,
-        data_clients=None if adapts else find_data_clients(hooks.start_clients, system.select.draw),
+        clustered=clustered and not method.own_models,
+        data_clients=None if adapts else find_data_clients(starters, system.select.draw),
         nonfinite=system.faults.nonfinite,
         personal_models=make_personal_models(task, local),
         first_rows=make_first_rows(local),
-        sent_part=personal and personal.sent_part,
+        sent_part=find_sent_part(local),
     )
 
 
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
-    report, remember = initial.report or make_report(), parts.hooks.memory
+    report, remember = initial.report or make_report(), parts.method.memory
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
         round=jnp.zeros((), jnp.int32),
@@ -172,14 +173,14 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         start_faults=report.fault_counts,
     )
     # a start that reads no samples, or those of some clients alone, need not see all of them
-    if not parts.hooks.own_models and parts.hooks.start_clients is None:
-        state = withhold_groups(None, state, data)
-    if parts.local.personal is not None:
-        state = init_own(parts.local.personal, state)
+    if not parts.method.own_models and parts.method.start_clients is None:
+        state = unassign_empty_clients(None, state, data)
+    if parts.local.layers:
+        state = init_rows(parts.local, state)
     return parts.system.init_received(state)
 
 
-def withhold_groups(before: State | None, state: State, data: FederatedData) -> State:
+def unassign_empty_clients(before: State | None, state: State, data: FederatedData) -> State:
     """Returns the state without a group for the clients of which nothing is known to choose one
     by: they have no training samples, and had no group when they last had some.
 
@@ -202,22 +203,22 @@ def store_groups(
 ) -> State:
     """Returns the state in which the clients of the cohort have the groups `gid` [S] int32.
 
-    Args: `before` is as in `withhold_groups`; the others are those of `plan_work`.
+    Args: `before` is as in `unassign_empty_clients`; the others are those of `plan_work`.
     """
     assigned = state.replace(assignment=cohort.put(state.assignment, gid))
-    own_models = now.parts.hooks.own_models
-    return assigned if own_models else withhold_groups(before, assigned, now.data)
+    own_models = now.parts.method.own_models
+    return assigned if own_models else unassign_empty_clients(before, assigned, now.data)
 
 
 def migrate(now: Now, state: State) -> tuple[State, RoundLog]:
     """Moves clients, or founds new groups, before the selection."""
     parts, data = now.parts, now.data
     shifted = jnp.sum(data.shifted)
-    if parts.hooks.migrate is None:
+    if parts.method.migrate is None:
         return state, RoundLog(shifted, make_report())
-    after, report = parts.hooks.migrate(now.give(MIGRATE, state))
-    if not parts.hooks.own_models:
-        after = withhold_groups(state, after, data)
+    after, report = parts.method.migrate(now.give(MIGRATE, state))
+    if not parts.method.own_models:
+        after = unassign_empty_clients(state, after, data)
     after = merge_clocks(parts.system.clock, state, after, report.reclustered)
     return after, RoundLog(shifted, report)
 
@@ -238,32 +239,33 @@ def plan_work(
     """Names the group that each client trains, and its work."""
     parts, keys = now.parts, now.keys
     gid, reports = jnp.zeros_like(cohort.ids), []
-    if parts.hooks.assign:
-        gid, report = parts.hooks.assign(now.give(ASSIGN, state, cohort))
+    if parts.method.assign:
+        gid, report = parts.method.assign(now.give(ASSIGN, state, cohort))
         reports.append(report)
-    if parts.hooks.meet:
-        state, gid, report = parts.hooks.meet(now.give(ASSIGN, state, cohort))
+    if parts.method.assign_and_found:
+        state, gid, report = parts.method.assign_and_found(now.give(ASSIGN, state, cohort))
         reports.append(report)
     work = full_work(gid, parts.local.lr_scale(state.round))
-    if parts.hooks.prepare:
-        work, report = parts.hooks.prepare(now.give(PREPARE, state, cohort, work))
+    if parts.method.prepare:
+        work, report = parts.method.prepare(now.give(PREPARE, state, cohort, work))
         reports.append(report)
     return state, parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
 
 
-def hand_out_own(
+def load_client_state(
     now: Now, state: State, cohort: Cohort, work: Work, log: RoundLog
 ) -> tuple[State, Work, RoundLog]:
-    """Gives each client what is its own, and what the server makes of all clients' rows.
+    """Gives each client what it keeps, and what the server makes of all clients' rows.
 
     Args: as those of `plan_work`, which has returned `work`.
     """
     local = now.parts.local
-    if local.personal is None:
+    if not local.layers:
         return state, work, log
     assigned = store_groups(now, state, state, cohort, work.group)
-    own, work, reports = give_rows(local, assigned, cohort, work)
-    return state.replace(own=own), work, log._replace(planned=(*log.planned, *reports))
+    assigned, work, reports = load_rows(local, assigned, cohort, work)
+    state = state.replace(rows=assigned.rows)
+    return state, work, log._replace(planned=(*log.planned, *reports))
 
 
 def train_cohort(
@@ -271,15 +273,14 @@ def train_cohort(
 ) -> tuple[Upload, RoundLog]:
     """Trains every client from the model of its group; returns what reaches the server in time.
 
-    Args: as those of `hand_out_own`.
+    Args: as those of `load_client_state`.
     """
     parts, keys, data = now
     system, log = parts.system, log._replace(sent_state=state, sent_group=work.group)
     seen, perturbation = system.perturb(keys, data)
     shared = (keys[TRAIN], state.groups), perturbation
     upload, counts = parts.train(cohort, seen, shared, work)
-    personal, ships = parts.local.personal, parts.hooks.ships_model
-    sent = personal.sent_part if personal is not None else None
+    sent, ships = find_sent_part(parts.local), parts.method.ships_model
     model_bytes = model_bytes_of(sent(state.groups) if sent else state.groups)
     return system.deliver(data, cohort, upload, counts, log, ships, model_bytes)
 
@@ -289,13 +290,13 @@ def regroup(
 ) -> tuple[State, Work, Upload]:
     """Moves clients to other groups by what they sent.
 
-    Args: as those of `hand_out_own`; `upload` is what reached the server in time.
+    Args: as those of `load_client_state`; `upload` is what reached the server in time.
     """
     parts = now.parts
-    if parts.hooks.regroup is None:
+    if parts.method.regroup is None:
         return state, work, upload
-    sent, plain = state.groups, restore_updates(parts.local, work, upload)
-    state, gid = parts.hooks.regroup(now.give(REGROUP, state, cohort, work, plain))
+    sent, plain = state.groups, uncorrect_updates(parts.local, work, upload)
+    state, gid = parts.method.regroup(now.give(REGROUP, state, cohort, work, plain))
     return state, work._replace(group=gid), rebase(upload, sent, state.groups, gid)
 
 
@@ -309,15 +310,15 @@ def update_groups(
     which the cohort was trained.
     """
     parts, gid = now.parts, work.group
-    assigned = renew_rows(parts.local, store_groups(now, before, state, cohort, gid))
+    assigned = reset_rows_of_movers(parts.local, store_groups(now, before, state, cohort, gid))
     r = now.give(AGGREGATE, assigned, cohort, work, upload)
     step, mass = parts.aggregate(r)
     step = add_rows_to_step(parts.local, assigned, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after = assigned.replace(groups=groups, server=server)
-    if parts.hooks.finish is not None:
-        plain = restore_updates(parts.local, work, upload)
-        after = parts.hooks.finish(now.give(FINISH, after, cohort, work, plain, assigned))
+    if parts.method.finish is not None:
+        plain = uncorrect_updates(parts.local, work, upload)
+        after = parts.method.finish(now.give(FINISH, after, cohort, work, plain, assigned))
     return after, mass
 
 

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, derive_key
-from fedjax_cfl.round.method import Start, StartClientsFn, StartFn
+from fedjax_cfl.method import Start, StartClientsFn, StartFn
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, ServedModels, State, Task
 

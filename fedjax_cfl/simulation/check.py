@@ -231,7 +231,7 @@ def join_few(texts: Iterable[str]) -> str:
 
 
 def check_tracing(trial: Trial) -> Iterator[str]:
-    """Hooks are functions of arrays whose values are not known yet."""
+    """Method are functions of arrays whose values are not known yet."""
     for failure in trial.failures:
         yield (
             f"{failure}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if,"

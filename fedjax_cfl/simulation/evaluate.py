@@ -407,8 +407,8 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     tested on a model that is not finite, or if no client's loss is finite: such a model
     does not predict. Groups with other models keep their own. With `num_concepts`, how many true
     groups there are, scores are also those of the clients of each. `groupless_clients` are those of
-    which nothing is known to choose a model by, see `engine.withhold_groups`; others without a
-    model have not been met yet.
+    which nothing is known to choose a model by, see `engine.unassign_empty_clients`; others without
+    a model have not been met yet.
     """
     index, (clients, totals), concept, train_size, _ = tested
     xp, has_model = index.__array_namespace__(), index >= 0

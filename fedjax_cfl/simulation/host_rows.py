@@ -1,8 +1,8 @@
 """What clients keep for themselves, on the host: where samples stay there, so do the rows.
 
-Between calls of the programs `State.own.rows` are NumPy arrays [K, ...], which are written in
-place. The programs get the rows of the clients of a block of rounds, or of a part of an evaluation,
-and `OwnRows.place` says where each client's is.
+Between calls of the programs `Rows.values` are NumPy arrays [K, ...], of layers that
+`Algorithm.first_rows` names, which are written in place. The programs get the rows of the clients
+of a block of rounds, or of a part of an evaluation, and `Rows.place` says where each client's is.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,20 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.simulation.rounds import Carry, carry_shapes, has_host_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Key, State
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Rows, State
 
 CHUNK_BYTES = 2**27  # of models that are made at once
 
 
 def row_bytes(algorithm: Algorithm, data: FederatedData, key: Key, mesh: Mesh) -> int:
-    """Returns the bytes of one client's row on the host; 0 where rows are not kept there."""
+    """Returns the bytes of one client's rows on the host; 0 where rows are not kept there."""
     if not has_host_rows(algorithm, prefetch.is_on_host(data)):
         return 0
+    assert algorithm.first_rows is not None
     samples = prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
-    rows = jax.eval_shape(algorithm.init, key, samples).own.rows
+    state = jax.eval_shape(algorithm.init, key, samples)
+    rows = jax.eval_shape(algorithm.first_rows, state)
     return sum(leaf.size // len(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
 
 
@@ -33,17 +36,37 @@ def lent_shapes(algorithm: Algorithm, carry: Carry, count: int, mesh: Mesh) -> C
     """Returns what `carry_shapes` returns, with `count` rows of clients; 0: all are there."""
     state, data_state = carry
     if count:
-        rows = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), state.own.rows
-        )
-        place = jax.ShapeDtypeStruct(state.assignment.shape, jnp.int32)
-        state = state.replace(own=state.own.replace(rows=rows, place=place))
+
+        def few(rows: Rows) -> Rows:
+            values = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), rows.values
+            )
+            place = jax.ShapeDtypeStruct(state.assignment.shape, jnp.int32)
+            return rows.replace(values=values, place=place)
+
+        assert algorithm.first_rows is not None
+        names = jax.eval_shape(algorithm.first_rows, state)
+        state = change_rows(state, {name: few(state.rows[name]) for name in names})
     return carry_shapes(algorithm, (state, data_state), mesh)
+
+
+def change_rows(state: State, changed: dict[str, Rows]) -> State:
+    """Returns the state with the rows of some layers changed."""
+    return state.replace(rows={**state.rows, **changed})
+
+
+def list_host_rows(state: State) -> list[str]:
+    """Returns the layers whose rows are on the host, of a state between calls of the programs."""
+    return [
+        name
+        for name, rows in state.rows.items()
+        if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(rows.values))
+    ]
 
 
 def make_rows(state: State) -> State:
     """Returns the state after a run's start with the rows of all clients on the host. It has those
-    of a client of each group [m, ...].
+    of a client of each group [m, ...], where there are not as many as clients.
     """
     group = np.maximum(np.asarray(state.assignment), 0)
 
@@ -51,7 +74,14 @@ def make_rows(state: State) -> State:
         rows = np.empty((group.size, *first.shape[1:]), first.dtype)
         return np.take(np.asarray(first), group, axis=0, out=rows, mode="clip")  # without a buffer
 
-    return state.replace(own=state.own.replace(rows=jax.tree.map(spread, state.own.rows)))
+    return change_rows(
+        state,
+        {
+            name: rows.replace(values=jax.tree.map(spread, rows.values))
+            for name, rows in state.rows.items()
+            if isinstance(rows.group, tuple)  # else a correction, whose rows are on the devices
+        },
+    )
 
 
 def lend_rows(state: State, ids: np.ndarray, shapes: State) -> State:
@@ -67,11 +97,13 @@ def lend_rows(state: State, ids: np.ndarray, shapes: State) -> State:
         np.take(rows, ids, axis=0, out=lent[: ids.size], mode="clip")
         return jax.device_put(lent, like.sharding)
 
-    return state.replace(
-        own=state.own.replace(
-            rows=jax.tree.map(lend, state.own.rows, shapes.own.rows),
-            place=jax.device_put(place, shapes.own.place.sharding),
-        )
+    def lend_layer(rows: Rows, like: Rows) -> Rows:
+        values = jax.tree.map(lend, rows.values, like.values)
+        return rows.replace(values=values, place=jax.device_put(place, like.place.sharding))
+
+    names = list_host_rows(state)
+    return change_rows(
+        state, {name: lend_layer(state.rows[name], shapes.rows[name]) for name in names}
     )
 
 
@@ -84,8 +116,13 @@ def take_back(before: State, after: State, ids: np.ndarray) -> State:
         rows[ids] = np.asarray(lent)[: ids.size]
         return rows
 
-    rows = jax.tree.map(write, before.own.rows, after.own.rows)
-    return after.replace(own=after.own.replace(rows=rows, place=()))
+    def write_layer(rows: Rows, lent: Rows) -> Rows:
+        return lent.replace(values=jax.tree.map(write, rows.values, lent.values), place=())
+
+    names = list_host_rows(before)
+    return change_rows(
+        after, {name: write_layer(before.rows[name], after.rows[name]) for name in names}
+    )
 
 
 def collect_models(algorithm: Algorithm, state: State, data: FederatedData) -> Any:
@@ -97,13 +134,18 @@ def collect_models(algorithm: Algorithm, state: State, data: FederatedData) -> A
     model = sum(leaf.nbytes // len(leaf) for leaf in jax.tree.leaves(state.groups))
     at_once = max(1, min(clients, CHUNK_BYTES // model))
     groups: Sequence[Any] = jax.tree.leaves(state.groups)
+    kept = list_host_rows(state)
     models = [np.empty((clients, *leaf.shape[1:]), leaf.dtype) for leaf in groups]
     for begin in range(0, clients, at_once):
         ids = np.arange(begin, min(begin + at_once, clients))
         place = np.zeros(clients, np.int32)
         place[ids] = np.arange(ids.size)
-        own = state.own.replace(rows=jax.tree.map(lambda leaf: leaf[ids], state.own.rows))
-        lent = state.replace(own=own.replace(place=jnp.asarray(place)))
+        some_rows = {
+            name: rows.replace(values=take_rows(rows.values, ids), place=jnp.asarray(place))
+            for name, rows in state.rows.items()
+            if name in kept
+        }
+        lent = change_rows(state, some_rows)
         some = algorithm.personal_models(lent, data, jnp.asarray(ids))
         for whole, part in zip(models, jax.tree.leaves(some), strict=True):
             whole[ids] = np.asarray(part)

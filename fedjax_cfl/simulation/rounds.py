@@ -149,12 +149,18 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     carry = jax.eval_shape(make_init(algorithm, drift, on_host), key, data)
     state, data_state = carry_shapes(algorithm, carry, mesh)
     if has_host_rows(algorithm, on_host):
+        assert algorithm.first_rows is not None
         clients = state.assignment.size
-        rows = jax.tree.map(  # NumPy arrays that take no memory
-            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), (clients, *leaf.shape[1:])),
-            state.own.rows,
-        )
-        state = state.replace(own=state.own.replace(rows=rows))
+
+        def make_host_shape(leaf: jax.ShapeDtypeStruct) -> np.ndarray:  # it takes no memory
+            return np.broadcast_to(np.zeros((), leaf.dtype), (clients, *leaf.shape[1:]))
+
+        first = jax.eval_shape(algorithm.first_rows, carry[0])
+        host = {
+            name: state.rows[name].replace(values=jax.tree.map(make_host_shape, values))
+            for name, values in first.items()
+        }
+        state = state.replace(rows={**state.rows, **host})
     return state, data_state
 
 
@@ -166,7 +172,7 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
     leaves, structure = jax.tree.flatten(state)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
     kept = algorithm.client_models(numbered) if algorithm.client_models else ()
-    split = set(jax.tree.leaves((numbered.received, numbered.own, kept)))
+    split = set(jax.tree.leaves((numbered.received, numbered.rows, kept)))
     first = state.round.ndim + 1  # of a model's axes, behind those of several runs and K
     shapes = [
         shape_on(
@@ -195,7 +201,11 @@ def make_init(algorithm: Algorithm, drift: Drift, on_host: bool) -> Callable:
             state = algorithm.init(key, data)
             if has_host_rows(algorithm, on_host):
                 assert algorithm.first_rows is not None
-                state = state.replace(own=state.own.replace(rows=algorithm.first_rows(state)))
+                rows = {
+                    name: state.rows[name].replace(values=values)
+                    for name, values in algorithm.first_rows(state).items()
+                }
+                state = state.replace(rows={**state.rows, **rows})
             return state, ()
         data_state = init_data_state(drift, key, data)
         return algorithm.init(key, data_state.apply_to(data)), data_state

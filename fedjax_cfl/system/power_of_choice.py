@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import CohortFn, client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.objective import output_loss, refuse_own_judge, training_loss
+from fedjax_cfl.client.objective import check_selection_model, output_loss, training_loss
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.reports import make_traffic
@@ -74,7 +74,7 @@ def select_highest(
     InputError for fewer candidates.
     """
     check_candidates(clients_per_round, candidates)
-    refuse_own_judge(local, "power-of-choice")
+    check_selection_model(local, "power-of-choice")
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
         drawing, trying = jax.random.split(key)

@@ -1,6 +1,6 @@
 """The simulated system of a run: which clients are online, what fails, how long a round takes,
-and what it sends. Hooks are not given it: those that read the selection, or what is done with
-updates that are not finite (`clustering.assign.train_aside`), were made with it.
+and what it sends. Method are not given it: those that read the selection, or what is done with
+updates that are not finite (`clustering.assign.train_without_recording`), were made with it.
 """
 
 from typing import Any, NamedTuple
@@ -193,7 +193,7 @@ class System(NamedTuple):
 SystemLike = System | Selection  # a selection alone: nothing fails, and no time passes
 
 
-def select_everybody(given: SystemLike) -> System:
+def use_all_clients(given: SystemLike) -> System:
     """Returns the system in which all clients take part in every round."""
     return as_system(given)._replace(select=full_participation())
 

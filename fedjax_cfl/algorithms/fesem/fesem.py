@@ -28,19 +28,19 @@ from fedjax_cfl.algorithms.fesem.start import (
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import met_groups
+from fedjax_cfl.clustering.assign import current_groups
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import (
+from fedjax_cfl.method import (
     AggregateFn,
     AssignFn,
     FinishFn,
-    Hooks,
+    Method,
     MigrateFn,
     PrepareFn,
     Round,
 )
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
@@ -132,7 +132,7 @@ def fesem(
     if detector:
         start = with_shift_reference(start)
         move = on_shift(nearest_stored_center(nearest), local, detector)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, objective),
         start=start,
         migrate=centers.estep(nearest, move) if centers.estep else move,
@@ -201,7 +201,7 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, cohort = r.state, r.cohort
         nearest = nearest_of(cohort.take(state.memory.models), state.groups)
-        kept = jnp.maximum(met_groups(state, cohort), 0)
+        kept = jnp.maximum(current_groups(state, cohort), 0)
         return jnp.where(cohort.take(state.memory.known), nearest, kept), make_report()
 
     return assign

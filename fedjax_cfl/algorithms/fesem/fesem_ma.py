@@ -44,8 +44,8 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import check_classes, train_label_counts
+from fedjax_cfl.method import AggregateFn, AssignFn, Method, Round, Start, StartFn
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, AssignFn, Hooks, Round, Start, StartFn
 from fedjax_cfl.system.reports import add_reports, add_to_report, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
@@ -209,7 +209,7 @@ def fesem_ma(
     layers = find_layers(task)
     mean, words = head(layers[-1].name)
     solve = sgd(task, local, proximal(mu, erm(task)))
-    hooks = Hooks(
+    hooks = Method(
         solve=match_to_center(solve, layers),
         start=with_class_counts(cluster_local_models(restarts)(task, local, system, m), words),
         migrate=e_step_of_all(nearest_center),

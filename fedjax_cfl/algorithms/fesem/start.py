@@ -12,12 +12,12 @@ from jax.sharding import Mesh
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import train_aside
+from fedjax_cfl.clustering.assign import train_without_recording
 from fedjax_cfl.clustering.distances import dot, gram
 from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
-from fedjax_cfl.round.method import Start, StartFn
+from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
 from fedjax_cfl.system.reports import make_traffic
@@ -82,7 +82,7 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
     check_arguments(cluster_local_models, locals(), "algorithm")
 
     def make(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
-        train = train_aside(sgd(task, local), local, system)
+        train = train_without_recording(sgd(task, local), local, system)
 
         def start(key: Key, data: FederatedData) -> Start:
             keys, clients = jax.random.split(key, 4), data.num_clients

@@ -43,9 +43,9 @@ from fedjax_cfl.clustering.recluster import (
     mixing_weights,
     rowwise,
 )
+from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, FinishFn, Hooks, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
@@ -123,7 +123,7 @@ def fielding(
         representation = representation._replace(metric=rule.metric)
     if rule.false_reports:
         representation = with_false_reports(representation, rule.false_reports)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=cluster_at_start(task, representation, rule, m),
         migrate=follow_drift(representation, rule) if rule.hear else None,

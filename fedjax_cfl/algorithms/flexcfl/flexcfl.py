@@ -22,11 +22,11 @@ from fedjax_cfl.algorithms.flexcfl.founding import ColdStart, draw_founders, gro
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_aside
+from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_without_recording
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
+from fedjax_cfl.method import FinishFn, Method
 from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import FinishFn, Hooks
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Key, Task
@@ -58,14 +58,14 @@ def flexcfl(
     check_arguments(flexcfl, locals(), "algorithm")
     check_arguments(ColdStart, founding._asdict(), "algorithm")
     groups = count_groups(m, founding.max_m)
-    pretrain = train_aside(sgd(task, founding.pretrain(local)), local, system)
+    pretrain = train_without_recording(sgd(task, founding.pretrain(local)), local, system)
     move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
         ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
         return ids[: founding.alpha * groups.used]  # its number is known where this is called
 
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,

@@ -19,7 +19,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import ShiftReference, init_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
-from fedjax_cfl.round.method import AssignFn, Start, StartFn
+from fedjax_cfl.method import AssignFn, Start, StartFn
 from fedjax_cfl.round.start import GroupCount
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.tree import group_mean

@@ -31,9 +31,9 @@ from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes, train_label_shares
+from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.method import AggregateFn, Hooks, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -149,7 +149,7 @@ def md_icfl(
     """
     check_arguments(md_icfl, locals(), "algorithm")
     sampler = sampling(task, local)
-    hooks = Hooks(
+    hooks = Method(
         sgd(task, local),
         start=random_assignment(start(task, m), m, sampler, privacy),
         migrate=refill_empty_groups(task, empty) if empty else None,

@@ -1,0 +1,147 @@
+"""`layer` makes a layer, what each client keeps and trains beside its group's model, from one step;
+`chain` puts layers on a method.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Loop, Program, then, together
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.objective import erm
+from fedjax_cfl.client.sgd import add_change, as_pytree, sgd, train_from
+from fedjax_cfl.client.steps import Step, StepChange
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import Method
+from fedjax_cfl.tree import copy_statistics, has_statistics, move_statistics, take_rows
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Task, Upload, Work
+
+
+def layer(
+    name: str,
+    *,
+    own: Callable[[Params], Any],
+    step: Callable[[Step, Params, Any], tuple[Params, Any]] | None = None,
+    own_step: Callable[[Step, Params], Params] | None = None,
+    epochs: int | None = None,
+    serve: Callable[[Any, Params], Params] | None = None,
+) -> Method:
+    """Makes a layer over any method: what each client keeps for itself, trains and is tested on.
+
+    Write one of the two: `step`, where the client's own model or anything else is trained together
+    with the group's model, or `own_step`, where the own model is trained beside it and the group's
+    model is as without the layer.
+
+    Both read a `Step`, c: `c.grad(model)` is the gradient of a model on this mini-batch, `c.sgd`
+    the group's model after the step of SGD that it takes without the layer, `c.lr` the step size,
+    `c.received` the model that the client received, `c.number` the step's number,
+    `c.descend(model, gradient)` a step of SGD of the own model with the momentum of `cfl.Local`.
+    What is kept is never sent, and clients that have not trained yet use their group's model.
+    Running statistics of batch normalisation follow the mini-batches, whatever a step does.
+
+    Args:
+        name: of the layer, in messages, and of its rows in `State.rows`.
+        own: (model of its group) -> what ONE client keeps at first, any pytree of arrays.
+        step: (c, model of the group, own) -> (model of the group, own) after the step. Clients
+            must train by SGD; other methods refuse the layer.
+        own_step: (c, own model) -> own model after the step. Clients may train in any way, and the
+            steps of the own model count as steps, too.
+        epochs: passes of `own_step` over the client's samples; None: as many steps as the group's.
+        serve: (own, model of its group) -> the model that a client uses and is tested on; None:
+            its group's.
+
+    Raises InputError where not exactly one of `step` and `own_step` is given.
+
+    Example (Ditto, Li et al., ICML 2021, Algorithm 1):
+
+        def ditto(lam=1.0):
+            def step(c, w, v):
+                pull = jax.tree.map(lambda g, v, r: g + lam * (v - r), c.grad(v), v, c.received)
+                return c.sgd, c.descend(v, pull)
+            return cfl.layer("Ditto", own=lambda w: w, step=step, serve=lambda v, w: v)
+    """
+    if (step is None) == (own_step is None):
+        raise InputError(f"layer {name!r}: takes step or own_step, exactly one of the two")
+
+    def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
+        if step is not None:
+            return add_change(solve, StepChange(name, step=partial(follow_batches, step)))
+        assert own_step is not None
+        return train_beside(name, task, own_local(local, epochs), solve, own_step)
+
+    return Method(name=name, rows=own, train=train, serve=serve)
+
+
+def chain(*parts: Any) -> Any:
+    """Puts layers on a method, the first layer nearest to it.
+
+    `chain(cfl.algorithms.ifca, cfl.personal.scaffold(), cfl.personal.ditto())` is a method, called
+    as `ifca` is: (task, local, system, **settings). At most one layer of a chain may say what
+    clients are tested on (Ditto, APFL, ...), and at most one may correct their training (SCAFFOLD,
+    FedDyn). Raises InputError, when the method is built, for layers that do not fit.
+    """
+    method, *layers = parts
+    for part in layers:
+        if not isinstance(part, Method):
+            raise InputError(
+                f"chain: {part!r} is no layer; the first part is a method, such as"
+                " cfl.algorithms.ifca, and layers follow, such as cfl.personal.ditto()"
+            )
+
+    def chained(task: Task, local: Local, system: Any, **settings: Any) -> Algorithm:
+        return method(task, local.replace(personal=(*local.layers, *layers)), system, **settings)
+
+    return chained
+
+
+def follow_batches(step: Callable, c: Step, model: Params, own: Any) -> tuple[Params, Any]:
+    """Takes a layer's `step`, with the running statistics of the models after their mini-batch."""
+    after, kept = step(c, model, own)
+    if not has_statistics(model):
+        return after, kept
+    after = copy_statistics(after, c.sgd)
+    return after, move_statistics(kept, own, c.grad(own)) if has_statistics(kept) else kept
+
+
+def own_local(local: Local, epochs: int | None) -> Local:
+    """Returns how a client trains a model of its own: `epochs` passes, None: as its group's; never
+    in sample space, for which the steps of two models cannot be taken one by one.
+    """
+    direct = local.replace(execution=local.execution._replace(first_layer="direct"))
+    return direct if epochs is None else direct.replace(epochs=epochs, steps=None)
+
+
+def train_beside(
+    name: str, task: Task, local: Local, solve: ClientFn, own_step: Callable
+) -> ClientFn:
+    """Returns the `ClientFn` that trains one client's group model by `solve`, and beside it its own
+    model by `own_step`, as `local` says; `name` is that of its rows.
+    """
+
+    def step(c: Step, v: Params, nothing: Any) -> tuple[Params, Any, jax.Array]:
+        c.received = c.extra
+        after, _ = follow_batches(lambda c, v, nothing: (own_step(c, v), ()), c, v, nothing)
+        return after, nothing, jnp.zeros(())  # its loss is not reported
+
+    train_own = add_change(sgd(task, local, erm(task)), StepChange(f"{name}'s own", step=step))
+
+    def train(solve, train_own, client, data: FederatedData, shared, work: Work) -> Program:
+        key, models = shared
+        # the model that it received is the extra of its own model's training
+        beside = work._replace(client_extra=take_rows(models, work.group), rows={})
+        second = train_from(work.rows[name], train_own, client, data, key, beside)
+        assert isinstance(second, Loop)  # it is never one of several, see `own_local`
+
+        def join(found: tuple[Upload, Upload]) -> Upload:
+            upload, mine = found
+            row = jax.tree.map(jnp.add, work.rows[name], mine.delta)
+            return upload.replace(steps=upload.steps + mine.steps, rows={**upload.rows, name: row})
+
+        return then(together(solve(client, data, shared, work), second), join)
+
+    return Partial(train, as_pytree(solve), train_own)
