@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
     from fedjax_cfl.client import Execution, Local, make_execution
+    from fedjax_cfl.clustering.clustered import clustered
+    from fedjax_cfl.clustering.measure import embeddings, gradients, label_counts, losses
     from fedjax_cfl.data import (
         concept,
         datasets,
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
     )
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.library import compare, draw_run, report, run, to_frame
+    from fedjax_cfl.method import Method, Round
     from fedjax_cfl.models import as_task
+    from fedjax_cfl.personal.layer import chain, layer
     from fedjax_cfl.round import federated
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
@@ -52,8 +56,10 @@ __all__ = [
     "Info",
     "InputError",
     "Local",
+    "Method",
     "Partition",
     "Pool",
+    "Round",
     "ServedModels",
     "State",
     "System",
@@ -61,16 +67,23 @@ __all__ = [
     "Upload",
     "algorithms",
     "as_task",
+    "chain",
     "check_algorithm",
     "choose_k",
+    "clustered",
     "compare",
     "concept",
     "datasets",
     "draw_run",
     "drift",
+    "embeddings",
     "federate",
     "federated",
+    "gradients",
+    "label_counts",
+    "layer",
     "load_run",
+    "losses",
     "make_execution",
     "make_mesh",
     "make_run_fn",
@@ -88,6 +101,8 @@ __all__ = [
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
     "client": ("Execution", "Local", "make_execution"),
+    "clustering.clustered": ("clustered",),
+    "clustering.measure": ("embeddings", "gradients", "label_counts", "losses"),
     "data": (
         "concept",
         "datasets",
@@ -100,7 +115,9 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     ),
     "errors": ("InputError",),
     "library": ("compare", "draw_run", "report", "run", "to_frame"),
+    "method": ("Method", "Round"),
     "models": ("as_task",),
+    "personal.layer": ("chain", "layer"),
     "round": ("federated",),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),

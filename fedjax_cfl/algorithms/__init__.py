@@ -34,7 +34,8 @@ from fedjax_cfl.algorithms.flash import flash
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
 from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.flux import flux
-from fedjax_cfl.algorithms.ifca import ifca, ifca_mig, ifca_restarts
+from fedjax_cfl.algorithms.ifca.ifca import ifca, ifca_mig
+from fedjax_cfl.algorithms.ifca.restarts import ifca_restarts
 from fedjax_cfl.algorithms.known_groups import known_groups
 from fedjax_cfl.algorithms.md_icfl.md_icfl import md_icfl
 from fedjax_cfl.algorithms.nonfed import nonfed

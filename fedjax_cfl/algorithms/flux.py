@@ -38,7 +38,7 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
-from fedjax_cfl.personal.moon import watch_inputs
+from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device

@@ -34,7 +34,7 @@ from fedjax_cfl.algorithms.flexcfl.founding import (
     start_from_founders,
     start_from_initial,
 )
-from fedjax_cfl.algorithms.ifca import independent_models, reject_unbalanced, spread_models
+from fedjax_cfl.algorithms.ifca.start import independent_models, reject_unbalanced, spread_models
 from fedjax_cfl.algorithms.md_icfl.md_icfl import STRONG, WEAK, copy_largest, new_models
 from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client import sgd

@@ -1,8 +1,9 @@
 """A Flax module as a `Task`: all that an algorithm knows of it."""
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import flax.linen as nn
@@ -247,3 +248,19 @@ def count_params(params: Params) -> int:
 def model_bytes(params: Params) -> int:
     """Returns the bytes one model takes, in memory and on the wire, with running statistics."""
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+
+
+@contextlib.contextmanager
+def watch_inputs(holds: Callable[[nn.Module], bool]) -> Iterator[list[jax.Array]]:
+    """Yields a list to which each call of a module for which `holds` is true adds what it receives,
+    as [B, r].
+    """
+    seen = []
+
+    def note(call: Any, arguments: tuple, options: dict, context: Any) -> Any:
+        if context.method_name == "__call__" and holds(context.module):
+            seen.append(arguments[0].reshape(len(arguments[0]), -1))
+        return call(*arguments, **options)
+
+    with nn.intercept_methods(note):
+        yield seen

@@ -9,8 +9,6 @@ that the paper puts before it (a model may have one); only the last of a client'
 remembered; until a client has trained, it has no such term (the code: its own random model).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -26,6 +24,7 @@ from fedjax_cfl.client.sgd import add_change
 from fedjax_cfl.client.steps import StepChange
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.method import Method
+from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
@@ -126,22 +125,6 @@ def add_contrast(
         return each + mu * jnp.where(previous.known, jax.nn.softplus(gap / temperature), 0.0)
 
     return objective.replace(loss=loss)
-
-
-@contextlib.contextmanager
-def watch_inputs(holds: Callable[[nn.Module], bool]) -> Iterator[list[jax.Array]]:
-    """Yields a list to which each call of a module for which `holds` is true adds what it receives,
-    as [B, r].
-    """
-    seen = []
-
-    def note(call: Any, arguments: tuple, options: dict, context: Any) -> Any:
-        if context.method_name == "__call__" and holds(context.module):
-            seen.append(arguments[0].reshape(len(arguments[0]), -1))
-        return call(*arguments, **options)
-
-    with nn.intercept_methods(note):
-        yield seen
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:

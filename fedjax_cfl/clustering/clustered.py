@@ -1,0 +1,291 @@
+"""`clustered` makes a clustered method from what its idea is: how groups are chosen from what
+clients measure.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from fedjax_cfl.client.cohort import ClientFn, client_range, make_cohort
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import current_groups, is_unassigned, keep_groups
+from fedjax_cfl.clustering.distances import euclidean
+from fedjax_cfl.clustering.measure import MakeMeasure, Measure, losses
+from fedjax_cfl.clustering.migrate import (
+    ChargeFn,
+    DetectFn,
+    ShiftReference,
+    charge_detected,
+    init_reference,
+    on_shift,
+)
+from fedjax_cfl.clustering.one_shot import Described, join_or_found
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.method import (
+    AggregateFn,
+    AssignFn,
+    FinishFn,
+    Method,
+    PrepareFn,
+    RegroupFn,
+    Round,
+    Start,
+    StartFn,
+)
+from fedjax_cfl.round.client_rows import take_cohort_rows
+from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.start import common_model, count_groups, no_clients, random_groups
+from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.tree import take_rows
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
+
+ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
+# (key, values [n, ...], present group [n], who [n] bool) -> group [n]
+ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
+# (key, values [K, d], who [K] bool) -> group [K] from 0 to m - 1
+FoundFn = Callable[[Key, jax.Array, jax.Array], jax.Array]
+
+
+class ShiftMemory(struct.PyTreeNode):
+    """What the server remembers where clients choose again when their data shift."""
+
+    shift_reference: ShiftReference
+
+
+def clustered(
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    m: int | jax.Array,
+    choose: ChooseFn | None = None,
+    cluster: ClusterFn | None = None,
+    found: FoundFn | None = None,
+    measure: MakeMeasure = losses,
+    once: bool = False,
+    regroup: RegroupFn | Callable[[Round], jax.Array] | None = None,
+    detector: DetectFn | None = None,
+    charge: ChargeFn = charge_detected,
+    start: StartFn | None = None,
+    solve: ClientFn | None = None,
+    prepare: PrepareFn | None = None,
+    aggregate: AggregateFn | None = None,
+    server: optax.GradientTransformation | None = None,
+    finish: FinishFn | None = None,
+    memory: Callable[[Params, FederatedData], Any] | None = None,
+    max_m: int | None = None,
+) -> Algorithm:
+    """Makes a clustered method: clients measure something, and groups are chosen from it.
+
+    In each round the clients of the cohort measure (`measure`), each gets a group, trains the model
+    of that group, and the server averages the updates of each group. Write one of `choose`,
+    `cluster` and `found`. What is sent and inferred for the measure is counted by the engine: you
+    write no bill.
+
+    Args:
+        task, local, system: what every method takes: the model and its loss, how clients train,
+            who takes part.
+        m: the number of groups, the most that there can be.
+        choose: each client chooses for itself: (values, old) -> group [S] int32 from 0 to m - 1.
+            `values` [S, ...] are what the S clients of the cohort measured, by default the losses
+            [S, m] of all models; `old` [S] is the present group of each, -1: none. It sends its
+            choice in one word. None, without the others: the model of least loss (IFCA).
+        cluster: the server chooses for the whole cohort by what clients send: (key, values, old,
+            who) -> group [n]. `who` [n] bool are the clients with samples to measure; rows are in
+            the order of clients, whatever the devices. Values are sent before the training.
+        found: the server clusters all clients once, before round 0: (key, values [K, d], who [K]
+            bool) -> group [K]. A client that gets its first samples later joins the group of the
+            least mean distance of values.
+        measure: `losses` (of all models), `gradients`, `embeddings`, `label_counts`, or
+            `average_over_samples(...)` of `clustering.measure`.
+        once: True: a client is asked when it takes part for the first time, and keeps its group.
+        regroup: once updates are known, (r) -> groups [S] of the cohort, or (state, groups), see
+            `method.Round`: `r.upload.delta` are the updates, `r.group` the groups that trained.
+        detector: finds clients whose label counts shifted, which choose again before the round:
+            `clustering.migrate.tv` and others; None: nobody does. `charge` names who pays for it.
+        start: the first group models, by default m independent random ones; with `found` one for
+            all groups.
+        solve, prepare, aggregate, server, finish, memory: parts of the full contract, `Method`.
+        max_m: room for so many groups: runs of any m up to it share what is compiled.
+
+    Raises InputError for more than one of `choose`, `cluster` and `found`, and for what these
+    cannot be used with.
+
+    Example (a client changes its group for a loss that is a tenth lower):
+
+        def sticky(task, local, system, *, m, gain=0.1):
+            def choose(loss, old):
+                best, least = loss.argmin(1), loss.min(1)
+                kept = jnp.take_along_axis(loss, old.clip(0)[:, None], 1)[:, 0]
+                return jnp.where((old >= 0) & (least > (1 - gain) * kept), old, best)
+            return cfl.clustered(task, local, system, m=m, choose=choose)
+    """
+    check_choice(choose, cluster, found, detector, memory, once)
+    groups, asked = count_groups(m, max_m), measure(task, local)
+    if found is not None:
+        if groups.is_padded:
+            raise InputError("max_m: has no meaning with found; leave it out")
+        begin, move = found_groups(task, local, groups.size, asked, found)
+        assign: AssignFn = keep_groups
+    else:
+        choose_groups = ask_cohort(local, asked, choose or least_loss, cluster)
+        assign = ask_newcomers(choose_groups) if once else choose_groups
+        begin, move = start or random_groups(task, groups.size), None
+        if detector is not None:
+            charged = ask_cohort(local, asked, choose or least_loss, cluster, sends=False)
+            move = on_shift(charged, local, detector, asked.models(m), charge)
+            memory = init_shift_memory
+    method = Method(
+        solve or sgd(task, local),
+        start=lambda key, data: (
+            begin(key, data)._replace(active=groups.active) if found is None else begin(key, data)
+        ),
+        memory=memory,
+        migrate=move,
+        assign=assign,
+        prepare=prepare,
+        regroup=None if regroup is None else as_regroup(regroup),
+        aggregate=aggregate,
+        server=server,
+        finish=finish,
+        start_clients=no_clients if start is None and move is None else None,
+    )
+    algorithm = federated(task, local, system, method)
+    return algorithm._replace(serve=groups.serve) if found is None else algorithm
+
+
+def check_choice(
+    choose: Any, cluster: Any, found: Any, detector: Any, memory: Any, once: bool
+) -> None:
+    """Raises InputError for settings of `clustered` that contradict each other."""
+    given = {"choose": choose, "cluster": cluster, "found": found}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InputError(f"clustered: takes one of choose, cluster and found, not {names}")
+    if detector is not None and (memory is not None or found is not None):
+        other = "memory" if memory is not None else "found"
+        raise InputError(f"clustered: detector cannot be used with {other}; leave out one of them")
+    if found is not None and (once or memory is not None):
+        raise InputError(
+            "clustered: found asks each client once already; leave out once and memory"
+        )
+
+
+def least_loss(loss: jax.Array, old: jax.Array) -> jax.Array:
+    """Chooses the model of least loss [S]; ties go to the lowest group. A model whose loss is not
+    finite is chosen only if all are so.
+    """
+    return jnp.argmin(loss, axis=1)
+
+
+def init_shift_memory(groups: Params, data: FederatedData) -> ShiftMemory:
+    """Returns the label counts of clients before round 0."""
+    return ShiftMemory(init_reference(data))
+
+
+def ask_cohort(
+    local: Local, measure: Measure, choose: ChooseFn, cluster: ClusterFn | None, sends: bool = True
+) -> AssignFn:
+    """Returns what asks the clients of the cohort to measure, chooses their groups, and bills it.
+
+    Args: as those of `clustered`; `sends` False: the bill has no traffic, which the caller counts.
+    """
+    mesh = local.execution.mesh
+
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, cohort = r.state, r.cohort
+        size = client_range(cohort.ids, r.data)[0]
+        rows = take_cohort_rows(state, cohort, mesh)
+        values = measure.ask(state.groups, state.active, r.data, cohort, rows)
+        old, real = current_groups(state, cohort), cohort.ids < r.data.num_clients
+        if cluster is None:
+            gid, words = choose(values, old), 1
+        else:
+            order, whole = jnp.argsort(cohort.ids), on_every_device(cluster, mesh)
+            given = (take_rows(values, order), old[order], (size > 0)[order])
+            gid = jnp.zeros_like(old).at[order].set(whole(r.key, *given).astype(jnp.int32))
+            words = count_words(values)
+        models = measure.models(state.active.sum())
+        bill = make_report(samples=measure.inferences * models * size)
+        if sends:
+            more = models - 1 if measure.of_groups else models  # the one that it trains is counted
+            sent = make_traffic(units_down=real * more, words_up=real * words)
+            bill = bill.replace(**{"traffic" if cluster is None else "early": sent})
+        return gid.astype(jnp.int32), bill
+
+    return assign
+
+
+def count_words(values: Any) -> int:
+    """Returns how many words of 4 bytes each client's values [S, ...] are."""
+    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(values))
+
+
+def ask_newcomers(choose: AssignFn) -> AssignFn:
+    """Returns `choose` for the clients with samples that have no group yet; others keep theirs."""
+
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        able = r.cohort.take(r.data.train.size) > 0
+        new = is_unassigned(r.state, r.cohort) & able
+        newcomers = r.cohort.replace(ids=jnp.where(new, r.cohort.ids, r.data.num_clients))
+        chosen, bill = choose(r._replace(cohort=newcomers))
+        kept = jnp.maximum(current_groups(r.state, r.cohort), 0)
+        return jnp.where(new, chosen, kept).astype(jnp.int32), bill
+
+    return assign
+
+
+def as_regroup(regroup: Callable[[Round], Any]) -> RegroupFn:
+    """Returns a function (r) -> groups [S] or (state, groups) as a `RegroupFn`."""
+
+    def moved(r: Round) -> tuple[State, jax.Array]:
+        result = regroup(r)
+        state, gid = result if isinstance(result, tuple) else (r.state, result)
+        return state, gid.astype(jnp.int32)
+
+    return moved
+
+
+def found_groups(
+    task: Task, local: Local, m: int, measure: Measure, found: FoundFn
+) -> tuple[StartFn, Any]:
+    """Returns the start, in which all clients with samples measure the first model and are
+    clustered by `found`, and what takes in clients that come later.
+    """
+    mesh = local.execution.mesh
+
+    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
+        ids = jnp.where(who, jnp.arange(who.size, dtype=jnp.int32), who.size)
+        cohort = make_cohort(ids, data, local.execution)
+        values = measure.ask(first, jnp.ones(1, bool), data, cohort, {})
+        flat = values.reshape(len(values), -1).astype(jnp.float32)
+        return cohort.put(jnp.zeros((who.size, flat.shape[1])), flat)
+
+    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Report:
+        models = measure.models(1)
+        sent = make_traffic(units_down=who * models, words_up=who * points.shape[1])
+        inferred = measure.inferences * models * data.train.size
+        return make_report(sent, samples=who * inferred)
+
+    def start(key: Key, data: FederatedData) -> Start:
+        begun, who = common_model(task, m)(key, data), data.train.size > 0
+        first = take_rows(begun.groups, slice(1))
+        points = describe(key, first, data, who)
+        label = on_every_device(found, mesh)(key, points, who)
+        label = jnp.where(who, label, -1).astype(jnp.int32)
+        active = jnp.any(label[:, None] == jnp.arange(m), axis=0)
+        return begun._replace(
+            assignment=label,
+            active=active,
+            memory=Described(points, who, first),
+            report=bill(points, data, who),
+        )
+
+    return start, join_or_found(describe, bill, euclidean, None, mesh)
