@@ -8,10 +8,11 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import current_groups, every_round
+from fedjax_cfl.clustering.assign import every_round
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report
 

@@ -182,6 +182,9 @@ class Method(NamedTuple):
     finish: FinishFn | None = None  # after the server step; None: nothing more
     # given only where the rounds read no samples but the cohort's; None: any client's may be read
     start_clients: StartClientsFn | None = None
+    # whether a client that first takes part after the start gets its group by a look at its data;
+    # None: unless all have a group from the start, and nothing but `keep_groups` names it
+    takes_newcomers: bool | None = None
     # clients: what each keeps, and how it trains and uses it
     name: str = ""  # of the rows, and in messages
     # (model that it is served at the start) -> ONE client's first row; None: clients keep nothing

@@ -389,5 +389,7 @@ class Algorithm(NamedTuple):
     first_rows: Callable[[State], dict[str, Any]] | None = None
     # (models or their shapes) -> the part of them that is sent; None: all
     sent_part: Callable[[Params], Params] | None = None
+    # False: the method has no rule for clients that first take part after the start
+    takes_newcomers: bool = True
     # (data) -> None; raises InputError for data that the method cannot use. None: it uses any
     check_data: Callable[[FederatedData], None] | None = None

@@ -36,7 +36,6 @@ from test_reference import (
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.method import Method, Start
 from fedjax_cfl.models import BatchNorm
@@ -44,6 +43,7 @@ from fedjax_cfl.personal import feddyn, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_rows import find_members, reset_rows_of_movers
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.types import Rows

@@ -22,12 +22,12 @@ from jax.sharding import Mesh
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import as_rows, dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
@@ -126,6 +126,7 @@ def auxo(
     hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
+        takes_newcomers=False,
         memory=partial(init_scores, m),
         migrate=split_and_join(split, explore),
         assign=keep_groups,

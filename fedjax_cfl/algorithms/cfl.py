@@ -24,12 +24,13 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, current_groups, train_without_recording
+from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic

@@ -25,13 +25,13 @@ from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import current_groups
 from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic

@@ -24,13 +24,13 @@ from fedjax_cfl.client.cohort import ClientFn, map_clients
 from fedjax_cfl.client.executor import Program, then
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.sgd import as_pytree, sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.hierarchical import largest_gap
 from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or_found
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

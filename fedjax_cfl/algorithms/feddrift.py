@@ -26,13 +26,13 @@ from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import check_selection_model, erm, proximal, training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.recluster import mix_former_models, transition_shares
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -132,6 +132,7 @@ def feddrift(
     hooks = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
+        takes_newcomers=False,
         memory=partial(init_losses, m),
         migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
         assign=keep_groups,

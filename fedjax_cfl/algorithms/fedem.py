@@ -29,11 +29,11 @@ from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
 from fedjax_cfl.client.sgd import LocalSGD, as_pytree, train_from
 from fedjax_cfl.client.steps import direct_loop, no_velocity
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system

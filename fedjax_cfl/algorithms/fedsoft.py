@@ -34,10 +34,10 @@ from fedjax_cfl.client.executor import Loop, Program, then
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, output_loss, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

@@ -21,18 +21,14 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import (
-    TrainFn,
-    is_unassigned,
-    keep_groups,
-    train_without_recording,
-)
+from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import is_unassigned, keep_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic

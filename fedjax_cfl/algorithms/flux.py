@@ -30,7 +30,6 @@ from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, re
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
@@ -40,6 +39,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic

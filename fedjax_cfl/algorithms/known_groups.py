@@ -15,10 +15,10 @@ from jax import lax
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, Round, Start
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system

@@ -23,13 +23,13 @@ from jax import lax
 from fedjax_cfl.client.cohort import client_range, map_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.one_shot import cluster_at_start, join_or_found
 from fedjax_cfl.data.federated import check_classes, gather
 from fedjax_cfl.decompose import eigh, svdvals
 from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task

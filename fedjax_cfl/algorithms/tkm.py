@@ -23,7 +23,6 @@ from fedjax_cfl.algorithms.fesem.fesem import nearest_center
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.keys import FAULTS, START, derive_key, derive_keys
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import (
@@ -33,6 +32,7 @@ from fedjax_cfl.round.aggregate import (
     trimmed_mean,
 )
 from fedjax_cfl.round.engine import federated, unassign_empty_clients
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import with_faults

@@ -27,6 +27,7 @@ from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
 from fedjax_cfl.data.scaling import describe_scales, standardize
 from fedjax_cfl.errors import InputError, is_new
+from fedjax_cfl.method import Method
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
@@ -499,11 +500,18 @@ def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: M
         local["steps"],
         weight_decay=local["weight_decay"],
         schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
-        personal=instantiate_target("personal", config["personal"]) if config["personal"] else None,
+        personal=build_layers(config["personal"]),
         execution=make_execution(mesh, asked, **who),
     )
     lanes = width.choose_width(found, task, data, config["clients_per_round"], asked)
     return found.replace(execution=make_execution(mesh, lanes, **who))
+
+
+def build_layers(node: dict[str, Any]) -> list[Method]:
+    """Returns the layers of a configuration: none, one, or several by name."""
+    if not node or "_target_" in node:
+        return [instantiate_target("personal", node)] if node else []
+    return [instantiate_target(f"personal.{name}", layer) for name, layer in node.items()]
 
 
 def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:

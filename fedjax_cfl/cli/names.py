@@ -49,6 +49,7 @@ def check_names(
     """Returns the overrides of a command line, and each of them once for each of its values. Raises
     InputError for a setting, option or verb that does not exist.
     """
+    given.overrides = split_layers(given.overrides)
     asked = [parse_override(text, verbs) for text in given.overrides]
     together = vectorized_names(asked)
     choices = [
@@ -60,6 +61,25 @@ def check_names(
     for other in (text for options in choices for text in options[1:]):
         check_options([parse_override(other)])
     return asked, choices
+
+
+def split_layers(overrides: Iterable[str]) -> list[str]:
+    """Returns overrides in which a list of layers, personal=[scaffold,ditto], is a choice of each,
+    whose settings are personal.scaffold.NAME and personal.ditto.NAME.
+    """
+    split: list[str] = []
+    for text in overrides:
+        inside = text.removeprefix("personal=").strip("'\" ")
+        if not text.startswith("personal=") or not (inside[:1] == "[" and inside[-1:] == "]"):
+            split.append(text)
+            continue
+        names = [name.strip() for name in inside[1:-1].split(",") if name.strip()]
+        check_options([parse_override(f"personal={name}") for name in names])
+        again = next((name for name in names if names.count(name) > 1), None)
+        if again is not None:
+            raise InputError(f"{text}: {again} is given twice; use it once")
+        split += ["personal=none", *(f"+personal@personal.{name}={name}" for name in names)]
+    return split
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
@@ -147,7 +167,7 @@ def compose_named(
     """Returns a configuration, its settings, resolved, as a dict, those of the chosen options by
     dotted name, and the names that are given. Raises InputError for names that do not exist.
     """
-    asked = [parse_override(text) for text in overrides]
+    asked = [parse_override(text) for text in split_layers(overrides)]
     options = check_options(asked)
     chosen = [each for each in asked if each in options or each.is_hydra_override()]
     try:

@@ -18,12 +18,13 @@ from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.method import AssignFn, Round
 from fedjax_cfl.round.client_rows import take_cohort_rows
+from fedjax_cfl.round.groups import current_groups, is_unassigned
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import squared_leaf_norms
-from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, State, Task, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Task, Upload
 
 
 class TrainFn(Protocol):
@@ -100,25 +101,6 @@ def every_round(choose: AssignFn) -> AssignFn:
         return gid, add_to_report(report, sent)
 
     return assign
-
-
-def current_groups(state: State, cohort: Cohort) -> jax.Array:
-    """Returns the present groups [S] of the clients; -1 for a client without a group and for
-    an empty slot.
-    """
-    clients = state.assignment.size
-    met = cohort.take(state.assignment)
-    return jnp.where(cohort.ids < clients, met, -1)
-
-
-def is_unassigned(state: State, cohort: Cohort) -> jax.Array:
-    """Returns which slots [S] bool have a client that was never assigned to a group."""
-    return (cohort.ids < state.assignment.size) & (current_groups(state, cohort) < 0)
-
-
-def keep_groups(r: Round) -> tuple[jax.Array, Report]:
-    """Leaves every client in its group; clients without one train group 0 (an `AssignFn`)."""
-    return jnp.maximum(current_groups(r.state, r.cohort), 0), make_report()
 
 
 def cold_start(choose: AssignFn) -> AssignFn:

@@ -13,7 +13,6 @@ from flax import struct
 from fedjax_cfl.client.cohort import ClientFn, client_range, make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import current_groups, is_unassigned, keep_groups
 from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.measure import MakeMeasure, Measure, losses
 from fedjax_cfl.clustering.migrate import (
@@ -39,6 +38,7 @@ from fedjax_cfl.method import (
 )
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import current_groups, is_unassigned, keep_groups
 from fedjax_cfl.round.start import common_model, count_groups, no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic

@@ -37,6 +37,7 @@ from fedjax_cfl.round.client_rows import (
     reset_rows_of_movers,
     uncorrect_updates,
 )
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import find_data_clients, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
@@ -151,7 +152,16 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         personal_models=make_personal_models(task, local),
         first_rows=make_first_rows(local),
         sent_part=find_sent_part(local),
+        takes_newcomers=takes_newcomers(method),
     )
+
+
+def takes_newcomers(method: Method) -> bool:
+    """Returns whether a client that first takes part after the start gets a group by its data."""
+    if method.takes_newcomers is not None:
+        return method.takes_newcomers
+    kept = method.assign is keep_groups and not (method.migrate or method.regroup)
+    return not method.own_models and not kept
 
 
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:

@@ -20,7 +20,6 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
-from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
 from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.tree import take_rows
@@ -298,36 +297,20 @@ def check_rule(
     at_once: int,
     setting: str = "evaluate.new_clients",
 ) -> None:
-    """Raises InputError for a method that has no rule for new clients. That is so if every
-    client has a model of its own from the start, or if the start puts all clients into groups and
-    later ones would join group 0 without a look at their data or their true group.
-
-    What else a method raises, where `at_once` new clients are selected, is raised here as well.
-    `setting` is what asks for it.
+    """Raises InputError for a method that has no rule for new clients, see
+    `Method.takes_newcomers`, and what else the method raises where `at_once` new clients are
+    selected. `setting` is what asks for it.
     """
     data, nobody = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
     algorithm = make(select_these(nobody))
     state = jax.eval_shape(algorithm.init, key, data)
     if jax.eval_shape(algorithm.serve, state).weights is not None:
         return  # an E-step
-    start = jax.jit(lambda key, data: algorithm.init(key, data).assignment)  # the rest is not run
-    numbered = number_leaves((key, state, data))[2]
-    looks = find_influence(
-        lambda key, state, data: algorithm.round(key, state, data)[0].assignment, key, state, data
-    )((numbered.x, numbered.y, numbered.concept))
-    knows = state.active.size == 1
-    if not knows:
-        waits = bool((start(key, data) < 0).any())
-        knows = looks or waits if algorithm.clustered else looks and waits
-    if not knows:
-        founders = (
-            ": its start puts every client of the run into a group (FlexCFL with fewer founders,"
-            " algorithm.m times algorithm.alpha, has a rule)"
-        )
+    jax.eval_shape(algorithm.round, key, state, data)
+    if not algorithm.takes_newcomers:
         grouped = algorithm.clustered and state.active.size < data.num_clients
-        raise InputError(
-            f"{setting}: the method has no rule for new clients{founders if grouped else ''}; use 0"
-        )
+        why = ": every client of the run gets its group at the start" if grouped else ""
+        raise InputError(f"{setting}: the method has no rule for new clients{why}; use 0")
 
 
 def extend_state(trained: State, fresh: State, known: int) -> State:

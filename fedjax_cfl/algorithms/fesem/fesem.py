@@ -28,7 +28,6 @@ from fedjax_cfl.algorithms.fesem.start import (
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import current_groups
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import (
@@ -41,6 +40,7 @@ from fedjax_cfl.method import (
     Round,
 )
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
@@ -135,6 +135,7 @@ def fesem(
     hooks = Method(
         sgd(task, local, objective),
         start=start,
+        takes_newcomers=False,  # the server has no model of theirs
         migrate=centers.estep(nearest, move) if centers.estep else move,
         assign=nearest_stored_center(nearest),
         prepare=prepare,

@@ -217,5 +217,6 @@ def fesem_ma(
         regroup=recount if words else None,
         aggregate=mean_over(mean) if mean_over else mean,
         finish=keep_models(local.execution.mesh),
+        takes_newcomers=False,
     )
     return federated(task, local, system, hooks)._replace(client_models=stored_models)

@@ -30,7 +30,6 @@ from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.clustering.distances import MetricFn
 from fedjax_cfl.clustering.kmeans import cluster_means
 from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette
@@ -46,6 +45,7 @@ from fedjax_cfl.clustering.recluster import (
 from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import copy_model
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
@@ -131,6 +131,7 @@ def fielding(
         aggregate=aggregate,
         server=server,
         finish=note_reporters(rule.hear) if rule.hear else None,
+        takes_newcomers=False,
     )
     if not (is_number(q) and q == 0):
         hooks = hooks._replace(prepare=attach_losses(task, local), aggregate=q_fair(q, local))

@@ -29,11 +29,11 @@ from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler, predic
 from fedjax_cfl.client.cohort import CohortFn, over_clients
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import keep_groups
 from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.groups import keep_groups
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
@@ -154,6 +154,7 @@ def md_icfl(
         start=random_assignment(start(task, m), m, sampler, privacy),
         migrate=refill_empty_groups(task, empty) if empty else None,
         assign=keep_groups,
+        takes_newcomers=True,  # by what they have trained
         prepare=charge_label_shares if privacy is WEAK else None,
         regroup=join_nearest_model(task, local, sampler, privacy),
         aggregate=aggregate,
