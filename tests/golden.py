@@ -4,7 +4,7 @@ For a change that must not change numbers: record before it, record after it, co
 of a run counts, to the last bit, but for times, memory and versions. On the same machine and with
 the same versions of JAX.
 
-    python tests/golden.py record before [NAME ...]    # all: 89 runs, 12 minutes on 2 cores
+    python tests/golden.py record before [NAME ...]    # all: 113 runs, 15 minutes on 2 cores
     python tests/golden.py record after
     python tests/golden.py compare before after        # a line for each run that differs
 """
@@ -78,8 +78,10 @@ def list_runs() -> dict[str, list[list[str]]]:
         "personal-host": ["algorithm=ifca", "algorithm.m=2", "personal=apfl", "resident=host"],
         "personal-faults": [*IFCA, "personal=scaffold", "faults.dropout=0.3", *SWAP],
         "personal-cfl": ["algorithm=cfl", "personal=scaffold", "local.momentum=0.5"],
+        "personal-stack": [*IFCA, "personal=[scaffold,ditto]", *SWAP],
         "personal-new": [*IFCA, "personal=ditto", "evaluate.new_clients=0.2"],
     }
+    once["algorithm-known_groups"] += ["concept=rotate", "partition=iid", "dataset.groups=4"]
     runs = {name: [[*SMALL, *settings]] for name, settings in once.items()}
     first = [*SMALL, "algorithm=flexcfl", *SWAP]
     runs["resume"] = [[*first, "rounds=2"], first]

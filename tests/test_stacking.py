@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import last_arrays, lasting_rows
+from conftest import last_arrays, lasting_rows, nightly
 from test_grid import same
 
 from fedjax_cfl.runs.checkpoint import list_checkpoints
@@ -111,6 +111,42 @@ def test_every_layer_over_every_method(method, layer, fedjax_cfl, tmp_path):
         assert alone.keys() < over.keys()
         for name, array in alone.items():
             np.testing.assert_allclose(array, over[name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+STACKS = {
+    "scaffold,ditto": "personal.ditto.lam=0.5",
+    "feddyn,apfl": "personal.apfl.adaptive=true",
+    "scaffold,moon,fine_tune": "personal.fine_tune.epochs=2",
+    "moon,fedrep": "",
+}
+
+
+@pytest.mark.parametrize("stack", [next(iter(STACKS)), *map(nightly, [*STACKS][1:])])
+def test_layers_on_layers_on_the_command_line(stack, fedjax_cfl):
+    """A run that is cut off goes on to the same bits, with the rows of all layers."""
+    line = f"algorithm=ifca algorithm.m=2 {LINE} model=mlp model.module.hidden=[6]"
+    line = f"{line} personal=[{stack}] {STACKS[stack]}"
+    run(fedjax_cfl, line, "whole")
+    shutil.copytree("whole", "torn")
+    cut_off(Path("torn"))
+    assert "resuming after round 2\n" in run(fedjax_cfl, line, "torn")
+    assert lasting_rows("torn") == lasting_rows("whole")
+    np.testing.assert_equal(last_arrays("torn"), last_arrays("whole"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("personal=[scaffold,dito]", "personal=dito: unknown personal (did you mean 'ditto'?)"),
+        ("personal=[ditto,ditto]", "personal=[ditto,ditto]: ditto is given twice; use it once"),
+        ("personal=[scaffold,ditto] personal.ditto.lam=-1", "personal.ditto.lam=-1: must be"),
+        ("personal=[scaffold,ditto] personal.lam=1", "personal.lam=1: unknown setting"),
+        ("personal=[ditto,apfl]", "personal=[ditto,apfl]: both say which model a client is tested"),
+    ],
+)
+def test_a_wrong_stack_is_refused_in_one_line(given, says, fedjax_cfl):
+    status, _, err = fedjax_cfl(f"dataset.clients=12 clients_per_round=6 rounds=1 {given}")
+    assert status == 2 and err.count("\n") == 1 and says in err, err
 
 
 @pytest.mark.nightly
