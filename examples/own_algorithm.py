@@ -12,9 +12,9 @@ from fedjax_cfl.clustering.assign import every_round
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.select import current_groups
 
 ROUNDS = 30
 cfl.use_cpu_cores()

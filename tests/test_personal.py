@@ -432,6 +432,22 @@ def test_layers_that_do_not_fit_are_refused_in_one_line(case, mlp, local):
     one_line(says, algorithms.fedavg, mlp, local.replace(personal=given), pick)
 
 
+def test_a_correction_that_has_no_effect_is_refused(toy, mlp, local):
+    """pFedMe's group model goes to the client's own, by no gradient."""
+    one = local.replace(personal=[scaffold(), pfedme(lam=1.0)])
+    algorithm = build(algorithms.fedavg, mlp, one, select.uniform(COHORT))
+    one_line("pFedMe moves its group's model by itself", play, algorithm, toy, 1)
+
+
+def test_a_step_is_taken_once(toy, mlp, local):
+    def twice(c, w, v):
+        return c.sgd, c.descend(c.descend(v, c.grad(v)), c.grad(v))
+
+    layer = cfl.layer("twice", own=lambda w: w, step=twice)
+    algorithm = build(algorithms.fedavg, mlp, local.replace(personal=layer), select.uniform(COHORT))
+    one_line("step: takes c.descend twice", play, algorithm, toy, 1)
+
+
 def test_a_stack_is_its_layers_where_they_do_not_meet(toy, mlp, local):
     """SCAFFOLD under Ditto: groups and variates are SCAFFOLD's alone, bit for bit; the own model is
     pulled to what SCAFFOLD sends.

@@ -43,7 +43,7 @@ from fedjax_cfl.personal import feddyn, scaffold
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_rows import find_members, reset_rows_of_movers
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
+from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.types import Rows

@@ -27,8 +27,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike

@@ -30,10 +30,10 @@ from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
+from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import (

@@ -31,10 +31,10 @@ from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import (

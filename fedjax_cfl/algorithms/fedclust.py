@@ -30,7 +30,7 @@ from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
+from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

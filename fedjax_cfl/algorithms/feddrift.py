@@ -32,8 +32,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows

@@ -33,8 +33,7 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import no_clients, random_groups
+from fedjax_cfl.round.start import keep_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows

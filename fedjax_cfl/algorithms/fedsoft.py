@@ -37,8 +37,7 @@ from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows

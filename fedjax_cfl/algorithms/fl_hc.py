@@ -28,10 +28,10 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import is_unassigned, keep_groups
-from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.select import is_unassigned
 from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.tree import group_mean, membership_weights, repeat_first, take_rows
 from fedjax_cfl.types import (

@@ -39,8 +39,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike

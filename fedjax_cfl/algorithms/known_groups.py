@@ -18,8 +18,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, Round, Start
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import common_model
+from fedjax_cfl.round.start import common_model, keep_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task

@@ -29,7 +29,7 @@ from fedjax_cfl.decompose import eigh, svdvals
 from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
+from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system.reports import make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task

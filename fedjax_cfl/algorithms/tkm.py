@@ -32,8 +32,7 @@ from fedjax_cfl.round.aggregate import (
     trimmed_mean,
 )
 from fedjax_cfl.round.engine import federated, unassign_empty_clients
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic, sum_fault_counts

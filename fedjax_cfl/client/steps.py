@@ -12,6 +12,7 @@ from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import split
 from fedjax_cfl.data.federated import gather
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import has_statistics, move_statistics
 from fedjax_cfl.types import FederatedData, Params
 
@@ -63,6 +64,7 @@ class Step:
         self.velocities = velocities
         self._training, self._model, self._directions = training, model, directions
         self._sgd: tuple[jax.Array, Params] | None = None  # the summed loss before, the model after
+        self._taken: set[str] = set()  # of `follow` and `descend`, what was called
 
     @property
     def epoch(self) -> jax.Array:
@@ -103,8 +105,9 @@ class Step:
 
     def follow(self, gradient: Params) -> Params:
         """Returns the model of the group after a step of SGD along `gradient`, with the client's
-        momentum, weight decay and corrections. Call it at most once a step.
+        momentum, weight decay and corrections. Raises InputError where it or `sgd` was called.
         """
+        self._take_once("follow")
         for direction in self._directions:
             gradient = jax.tree.map(jnp.add, gradient, direction)
         velocity, own = self.velocities
@@ -114,14 +117,26 @@ class Step:
 
     def descend(self, model: Params, gradient: Params) -> Params:
         """Returns a model of the client's own after a step of SGD along `gradient`, with the
-        client's momentum and weight decay. Call it at most once a step.
+        client's momentum and weight decay. Raises InputError where it is called again.
         """
+        self._take_once("descend")
         velocity, own = self.velocities
         if not jax.tree.leaves(own):
             own = no_velocity(self._training.local, model)
         model, own = take_step(self._training, model, own, gradient)
         self.velocities = velocity, own
         return model
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether the group's model has taken its step of SGD, by `sgd` or `follow`."""
+        return "follow" in self._taken
+
+    def _take_once(self, name: str) -> None:
+        if name in self._taken:
+            used = "c.sgd or c.follow" if name == "follow" else "c.descend"
+            raise InputError(f"step: takes {used} twice; a step of SGD is taken once")
+        self._taken.add(name)
 
 
 def direct_loop(
@@ -162,6 +177,8 @@ def direct_loop(
 
         step = Step(training, slope, number, model, velocities, directions)
         model, row, *totals = advance(step, model, row)
+        if directions and not step.is_followed:
+            check_correction(changes, stepping)
         return model, row, step.velocities, totals or [step.loss]
 
     def body(number, carry):
@@ -193,6 +210,15 @@ def direct_loop(
         velocities = velocities[0], jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
     begin = start, row, velocities, (jnp.zeros(()), jnp.zeros(()))
     return Loop(lax.div(plan.steps + batches - 1, batches), begin, body, end)
+
+
+def check_correction(changes: tuple[StepChange, ...], stepping: StepChange) -> None:
+    """Raises InputError: a layer's step does not follow gradients, so that none are corrected."""
+    names = [change.name for change in changes if change.corrects]
+    raise InputError(
+        f"personal: {stepping.name} moves its group's model by itself, not by c.sgd or c.follow, so"
+        f" that {names[0]} cannot correct it; use one of the two"
+    )
 
 
 def can_accumulate(training: Training) -> bool:

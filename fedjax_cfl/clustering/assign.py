@@ -18,10 +18,10 @@ from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.method import AssignFn, Round
 from fedjax_cfl.round.client_rows import take_cohort_rows
-from fedjax_cfl.round.groups import current_groups, is_unassigned
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
+from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import squared_leaf_norms
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Task, Upload

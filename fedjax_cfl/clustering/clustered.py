@@ -38,10 +38,16 @@ from fedjax_cfl.method import (
 )
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import current_groups, is_unassigned, keep_groups
-from fedjax_cfl.round.start import common_model, count_groups, no_clients, random_groups
+from fedjax_cfl.round.start import (
+    common_model,
+    count_groups,
+    keep_groups,
+    no_clients,
+    random_groups,
+)
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task

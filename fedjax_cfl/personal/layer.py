@@ -18,7 +18,7 @@ from fedjax_cfl.client.sgd import add_change, as_pytree, sgd, train_from
 from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
-from fedjax_cfl.tree import copy_statistics, has_statistics, move_statistics, take_rows
+from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Task, Upload, Work
 
 
@@ -104,7 +104,7 @@ def follow_batches(step: Callable, c: Step, model: Params, own: Any) -> tuple[Pa
     after, kept = step(c, model, own)
     if not has_statistics(model):
         return after, kept
-    after = copy_statistics(after, c.sgd)
+    after = move_statistics(after, model, c.grad(model))
     return after, move_statistics(kept, own, c.grad(own)) if has_statistics(kept) else kept
 
 

@@ -37,8 +37,7 @@ from fedjax_cfl.round.client_rows import (
     reset_rows_of_movers,
     uncorrect_updates,
 )
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import find_data_clients, random_groups
+from fedjax_cfl.round.start import find_data_clients, keep_groups, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
 from fedjax_cfl.system.faults import with_faults

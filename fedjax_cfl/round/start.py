@@ -1,4 +1,4 @@
-"""Starts that methods share, see `hooks.StartFn`, and whose samples they read."""
+"""Starts that methods share, see `method.StartFn`; whose samples they read; groups that stay."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,9 +9,11 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, derive_key
-from fedjax_cfl.method import Start, StartClientsFn, StartFn
+from fedjax_cfl.method import Round, Start, StartClientsFn, StartFn
+from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import FederatedData, Key, Params, ServedModels, State, Task
+from fedjax_cfl.types import FederatedData, Key, Params, Report, ServedModels, State, Task
 
 
 class GroupCount(NamedTuple):
@@ -97,6 +99,11 @@ def copy_model(model: Params, count: int) -> Params:
 def no_clients(key: Key, num_clients: int) -> jax.Array:
     """Returns no ids: the start reads no samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
+
+
+def keep_groups(r: Round) -> tuple[jax.Array, Report]:
+    """Leaves every client in its group; clients without one train group 0 (an `AssignFn`)."""
+    return jnp.maximum(current_groups(r.state, r.cohort), 0), make_report()
 
 
 def find_data_clients(

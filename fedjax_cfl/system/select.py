@@ -21,7 +21,7 @@ from fedjax_cfl.data.federated import check_classes, to_shares, train_label_coun
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import permute, put_first
 from fedjax_cfl.tree import one_hot
-from fedjax_cfl.types import FederatedData, Key, Selection, State
+from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 __all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
@@ -124,6 +124,20 @@ class ScoreFn(Protocol):
 def groups_of(state: State) -> jax.Array:
     """Returns the group [K] of each client; clients without one count as of group 0."""
     return jnp.maximum(state.assignment, 0)
+
+
+def current_groups(state: State, cohort: Cohort) -> jax.Array:
+    """Returns the present groups [S] of the clients; -1 for a client without a group and for
+    an empty slot.
+    """
+    clients = state.assignment.size
+    met = cohort.take(state.assignment)
+    return jnp.where(cohort.ids < clients, met, -1)
+
+
+def is_unassigned(state: State, cohort: Cohort) -> jax.Array:
+    """Returns which slots [S] bool have a client that was never assigned to a group."""
+    return (cohort.ids < state.assignment.size) & (current_groups(state, cohort) < 0)
 
 
 def share_quotas(slots: int, members: jax.Array) -> jax.Array:

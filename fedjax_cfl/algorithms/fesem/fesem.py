@@ -40,10 +40,10 @@ from fedjax_cfl.method import (
     Round,
 )
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import current_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import (

@@ -45,8 +45,7 @@ from fedjax_cfl.clustering.recluster import (
 from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import copy_model
+from fedjax_cfl.round.start import copy_model, keep_groups
 from fedjax_cfl.system.reports import add_traffic, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task

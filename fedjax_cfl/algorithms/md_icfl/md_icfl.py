@@ -33,8 +33,7 @@ from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.groups import keep_groups
-from fedjax_cfl.round.start import copy_model, random_groups
+from fedjax_cfl.round.start import copy_model, keep_groups, random_groups
 from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, take_rows, where_rows

@@ -1,0 +1,76 @@
+"""Budgets: how large the package is, in whole and by room, and how many files a round enters. A
+change that makes something smaller lowers its number here; no number goes up.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import fedjax_cfl
+from fedjax_cfl import algorithms
+from fedjax_cfl.system.select import uniform
+
+HOME = Path(fedjax_cfl.__file__).parent
+LINES = {
+    "algorithms": 7799,
+    "analysis": 2746,
+    "cli": 2849,
+    "client": 2186,
+    "clustering": 1972,
+    "data": 8650,
+    "models": 1428,
+    "papers": 1825,
+    "personal": 1088,
+    "round": 1153,
+    "runs": 3949,
+    "simulation": 3481,
+    "system": 1845,
+}
+ALL_LINES, IMPORT_LINES = 43_400, 2497
+ENTERED = {"ifca": 24, "flexcfl": 26}  # files of a traced round
+
+
+def count_lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", LINES)
+def test_a_room_does_not_grow(room):
+    assert count_lines(HOME / room) <= LINES[room]
+
+
+def test_the_package_does_not_grow():
+    rooms = {path.name for path in HOME.iterdir() if path.is_dir()} - {"__pycache__", "conf"}
+    assert rooms == {*LINES}
+    assert count_lines(HOME) <= ALL_LINES
+
+
+def test_imports_of_our_own_names_do_not_grow():
+    found = 0
+    for path in HOME.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("fedjax_cfl"):
+                found += (node.end_lineno or 0) - node.lineno + 1
+    assert found <= IMPORT_LINES
+
+
+@pytest.mark.parametrize("method", ENTERED)
+def test_a_round_enters_no_more_files(method, mlp, toy, local):
+    algorithm = getattr(algorithms, method)(mlp, local, uniform(4), m=2)
+    state = jax.eval_shape(algorithm.init, jax.random.key(0), toy)
+    entered = set()
+
+    def note(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(f"{HOME}/"):
+            entered.add(path.removeprefix(f"{HOME}/"))
+
+    sys.setprofile(note)
+    try:
+        jax.eval_shape(algorithm.round, jax.random.key(0), state, toy)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) <= ENTERED[method], sorted(entered)
