@@ -36,10 +36,11 @@ from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import count_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import (
+    add_bills,
     add_fault_counts,
-    add_traffic,
+    add_to_ledger,
+    make_bill,
     make_report,
-    make_traffic,
     sum_rounds,
 )
 from fedjax_cfl.system.system import SystemLike, as_system
@@ -180,7 +181,7 @@ def ifca_restarts(
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
         chosen = take_rows(groups, best)
         state = algorithm.init(key, data).replace(
-            groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
+            groups=chosen, traffic=add_to_ledger(sent), start_faults=sum_rounds(faults)
         )
         return as_system(system).init_received(state)
 
@@ -229,8 +230,7 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
                 return attempt + 1, draw(jax.random.fold_in(key, attempt), data).groups
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, None)))
-            answers = drawn * real.sum()
-            sent = make_traffic(units_down=answers * m, words_up=answers)
+            sent = make_bill(units_down=drawn * real * m, words_up=drawn * real)
             return Start(groups, report=make_report(sent))
 
         return start
@@ -263,9 +263,8 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
             return (best_loss, farthest), chosen
 
         _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=m)
-        clients = real.sum()
-        sent = make_traffic(clients * (1 + m), clients, words_up=clients * m)
-        groups = take_rows(models, chosen)
-        return Start(groups, report=report.replace(traffic=sent))
+        sent = make_bill(real * (1 + m), real, words_up=real * m)
+        report = report.replace(bill=add_bills(report.bill, sent))
+        return Start(take_rows(models, chosen), report=report)
 
     return start
