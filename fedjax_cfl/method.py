@@ -51,8 +51,7 @@ class StartFn(Protocol):
 class MigrateFn(Protocol):
     """Changes groups before a round's selection: moves clients, or founds groups.
 
-    Under a clock, traffic and samples take time only if the report gives them for each client [K],
-    not as a total.
+    Its bills are of all clients [K], or of nobody.
     """
 
     def __call__(self, r: Round) -> tuple[State, Report]: ...
@@ -61,8 +60,7 @@ class MigrateFn(Protocol):
 class AssignFn(Protocol):
     """Names the group [S] that each client of the cohort trains.
 
-    Under a clock, traffic and samples take time only if the report gives them for each slot [S],
-    not as a total.
+    Its bills are of the slots [S], or of nobody.
     """
 
     def __call__(self, r: Round) -> tuple[jax.Array, Report]: ...
@@ -83,7 +81,7 @@ class PrepareFn(Protocol):
     """Changes the work of the cohort: fewer steps, or something that a client needs beside the
     model.
 
-    Reports what was sent and inferred for it, in each slot [S], also what a client sends up with
+    Bills the slots [S] what was sent and inferred for it, also what a client sends up with
     its update (`Upload.extra`): that is not counted if the update does not arrive.
     """
 
@@ -113,7 +111,7 @@ class AggregateFn(Protocol):
 
 class FinishFn(Protocol):
     """Ends a round: mixes the new group models, or stores what the cohort sent. Adds what it sends
-    to the state's traffic.
+    to the state's traffic, by `reports.add_to_ledger`.
 
     `r.state` has the new models, `r.before` is the state that `aggregate` read.
     """

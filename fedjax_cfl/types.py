@@ -232,33 +232,44 @@ class FaultCounts(struct.PyTreeNode):
     first_nonfinite: jax.Array
 
 
-class Traffic(struct.PyTreeNode):
-    """Communication: whole models (unit u = one model), and 4-byte words of everything else.
-
-    It is a total, or that of each slot of a cohort. A count is two uint32, (high, low):
-    exact up to 2^64, see `system/reports.py`.
+class Bill(struct.PyTreeNode):
+    """What each of n payers receives, sends and infers: whole models (unit u = one model), 4-byte
+    words of everything else, and samples, of which one that is trained on counts as
+    `clock.TRAIN_TO_INFERENCE`. Payers are the slots [S] of a cohort, all clients [K], or, before
+    round 0, any number; n = 0: nobody pays.
     """
 
-    units_down: jax.Array  # [2] or [S, 2] uint32
-    units_up: jax.Array
-    words_down: jax.Array
-    words_up: jax.Array
+    units_down: jax.Array  # [n] int32
+    units_up: jax.Array  # [n] int32
+    words_down: jax.Array  # [n] int32
+    words_up: jax.Array  # [n] int32
+    samples: jax.Array  # [n] float32
+
+
+class Traffic(struct.PyTreeNode):
+    """All units and words of a run so far. A count is two uint32, (high, low): exact up to 2^64,
+    see `system/reports.py`.
+    """
+
+    units_down: jax.Array  # [2] uint32
+    units_up: jax.Array  # [2] uint32
+    words_down: jax.Array  # [2] uint32
+    words_up: jax.Array  # [2] uint32
 
 
 class Report(struct.PyTreeNode):
-    """What was sent and inferred, and what went wrong, in one step of a round or at the start."""
+    """What was sent and inferred, and what went wrong, in one step of a round or at the start.
 
-    # of the whole step, or of each client [K] or slot [S]. What a slot sends up goes with its
-    # update: it is not counted if that does not arrive
-    traffic: Traffic
+    What a slot of a cohort sends up by `bill` goes with its update: it is not counted if that does
+    not arrive.
+    """
+
+    bill: Bill  # of all clients [K] before the selection, of the slots [S] after it
     # the same, of what is sent up before training, and arrives whatever happens to the update
-    early: Traffic
+    early: Bill
     migrated: jax.Array  # [] int32, clients that changed group
     reclustered: jax.Array  # [] int32, how often all clients were clustered again
     fault_counts: FaultCounts
-    # samples that clients infer, of the whole step [] or of each client [K] or slot [S]; one that
-    # is trained on counts as `clock.TRAIN_TO_INFERENCE`
-    samples: jax.Array
 
 
 class Rows(struct.PyTreeNode):
@@ -339,14 +350,6 @@ class ServedModels(NamedTuple):
     label_shares: jax.Array | None = None
 
 
-class Poll(NamedTuple):
-    """What clients send, receive and infer before the selection is made."""
-
-    # [K] each client's; one that got a model trains that one if it is selected
-    traffic: Traffic
-    samples: jax.Array  # [K] int32, that a client infers
-
-
 class Selection(NamedTuple):
     """Which clients take part in a round, and what is remembered of it from round to round."""
 
@@ -359,9 +362,9 @@ class Selection(NamedTuple):
     # (key, round, size [K]) -> ids, where nothing is remembered, so that cohorts are known before
     # the run, by who has training samples
     draw: Callable[..., jax.Array] | None = None
-    # (key, state, data) -> Poll, what `select` of the same arguments makes clients do before it
-    # selects; None: nothing
-    poll: Callable[..., Poll] | None = None
+    # (key, state, data) -> Bill [K] of what `select` of the same arguments makes clients do before
+    # it selects; one that got a model trains that one if it is selected. None: nothing
+    poll: Callable[..., Bill] | None = None
 
 
 class Algorithm(NamedTuple):

@@ -46,7 +46,7 @@ from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.runs.resume import CHECKPOINTS
 from fedjax_cfl.simulation.compiler import use_compile_cache
-from fedjax_cfl.system.reports import add_traffic, count_to_int
+from fedjax_cfl.system.reports import add_to_ledger, count_to_int, no_traffic
 from fedjax_cfl.types import Rows
 
 importlib.import_module("fedjax_cfl.cli.launch")  # what a run needs, before tests patch it
@@ -174,8 +174,13 @@ def build(factory, task, local, select, **settings):
 
 
 def ledger(traffic):
-    """Returns an entry of the ledger, over all of its slots, as plain integers."""
-    return jax.tree.map(count_to_int, add_traffic(traffic))
+    """Returns the traffic of a state as plain integers."""
+    return jax.tree.map(count_to_int, add_to_ledger(traffic))
+
+
+def charged(*bills):
+    """Returns what all payers of bills sent together, as plain integers."""
+    return ledger(add_to_ledger(no_traffic(), *bills))
 
 
 def spent(before, after):

@@ -19,7 +19,7 @@ from fedjax_cfl.round.aggregate import (
     uniform_mean,
     weighted_mean,
 )
-from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.reports import no_traffic
 from fedjax_cfl.types import Cohort, Upload
 
 KEY = jax.random.key(11)
@@ -125,7 +125,7 @@ def mixed(finish, groups, owning):
         groups=groups,
         assignment=jnp.array(owners),
         active=jnp.ones(len(owning), bool),
-        traffic=make_traffic(),
+        traffic=no_traffic(),
     )
     state.replace = lambda **changes: SimpleNamespace(**changes)
     after = finish(Round(KEY, state, None))

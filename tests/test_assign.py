@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, nightly
+from conftest import charged, nightly
 from test_aggregate import sent
 
 from fedjax_cfl.clustering.assign import (
@@ -18,8 +18,7 @@ from fedjax_cfl.clustering.assign import (
     random_group,
 )
 from fedjax_cfl.method import Round
-from fedjax_cfl.system import reports
-from fedjax_cfl.system.reports import make_count, make_report, no_faults
+from fedjax_cfl.system.reports import make_bill, make_count, make_report, no_faults, no_traffic
 from fedjax_cfl.types import Cohort, State
 
 KEY = jax.random.key(11)
@@ -35,7 +34,7 @@ def met(models, assignment, active=None, memory=()):
         server=(),
         active=active,
         assignment=jnp.array(assignment, jnp.int32),
-        traffic=reports.make_traffic(),
+        traffic=no_traffic(),
         memory=memory,
         selection=(),
         clock_ms=make_count(0),
@@ -80,7 +79,7 @@ def test_every_round_charges_the_real_clients(toy, models):
         Round(KEY, met(models, [-1] * 14), toy, cohort)
     )
     assert gid.tolist() == [2, 0, 1, 0, 2]
-    cost = ledger(report.traffic)
+    cost = charged(report.bill)
     assert (cost.units_down, cost.units_up, cost.words_up) == (3 * (3 - 1), 0, 3)
 
 
@@ -99,7 +98,7 @@ def test_cold_start_touches_only_newcomers(toy, models):
     # client 2 has no samples to choose by
     assert asked == [[14, 4, 14, 14, 14, 14]], "the others are shown as empty slots"
     assert gid[jnp.array([0, 1, 3, 5])].tolist() == [1, 2, 0, 1]
-    cost = ledger(report.traffic)
+    cost = charged(report.bill)
     assert (cost.units_down, cost.units_up) == (1 * 3, 0)
     assert report.fault_counts.nonfinite == 7
 
@@ -166,19 +165,19 @@ def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
 
 @pytest.mark.parametrize("wrap", [every_round, cold_start])
 def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
-    """A word of each slot, and a model of the whole step, besides what the wrapper counts."""
+    """Words of each slot, and a model of one, besides what the wrapper counts."""
     cohort = Cohort(jnp.array([0, 3, 14], jnp.int32), jnp.arange(3, dtype=jnp.int32))
     state = met(models, [-1] * 14)
 
     def choose(r):
-        each = make_report(reports.make_traffic(units_up=1, words_up=jnp.array([5, 6, 0])))
-        return jnp.zeros(3, jnp.int32), each
+        each = make_bill(units_up=jnp.array([0, 1, 0]), words_up=jnp.array([5, 6, 0]))
+        return jnp.zeros(3, jnp.int32), make_report(each)
 
     def choose_silently(r):
         return jnp.zeros(3, jnp.int32), make_report()
 
     loud, silent = (
-        ledger(reports.add_traffic(wrap(one)(Round(KEY, state, toy, cohort))[1].traffic))
+        charged(wrap(one)(Round(KEY, state, toy, cohort))[1].bill)
         for one in (choose, choose_silently)
     )
     assert loud.words_up - silent.words_up == 11 and loud.units_up - silent.units_up == 1

@@ -21,7 +21,7 @@ from fedjax_cfl.simulation.check import (
     take_few,
     try_rounds,
 )
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 
 
 def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
@@ -52,7 +52,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
     """
 
     def assign(r):
-        sent = make_traffic(words_up=jnp.full(r.cohort.ids.shape, -1))
+        sent = make_bill(words_up=jnp.full(r.cohort.ids.shape, -1))
         return jnp.where(r.cohort.ids == 3, 2, 0), make_report(sent)
 
     def aggregate(r):
@@ -74,7 +74,7 @@ def test_all_broken_rules_are_listed_each_with_a_remedy(linear, toy):
     for said in (
         "client 3 is in group 2; let assign, regroup and what changes state.assignment name 0 to 1",
         "state.groups['head']['bias'], state.groups['head']['kernel'] is not; a group without",
-        "words up; report finite whole numbers from 0 on (make_traffic)",
+        "words up; report finite whole numbers from 0 on (make_bill)",
         "model_index has 2 to 2; of 2 models name 0 to 1",
         "leave -1 in state.assignment where data.train.size is 0",
         "gives another state.groups",

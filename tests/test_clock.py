@@ -17,7 +17,7 @@ from fedjax_cfl.system import availability, power_of_choice, select
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import devices as device_clock
 from fedjax_cfl.system.clock import CohortSizes, device_profiles, find_duration
-from fedjax_cfl.system.reports import count_to_int, make_report, make_traffic
+from fedjax_cfl.system.reports import count_to_int, make_bill, make_report, no_bill
 from fedjax_cfl.types import Cohort, Traffic
 
 
@@ -266,10 +266,11 @@ def test_groups_wait_for_their_own_reports_unless_all_are_clustered_again():
         server_seconds=3.0,
         per_group=True,
     )
-    words = make_traffic(words_up=jnp.array([1, 2, 0, 4, 1]))
+    words = make_bill(words_up=jnp.array([1, 2, 0, 4, 1]))
     for reclustered, wanted in ((0, [8 + 3, 16 + 3]), (1, [16 + 3, 16 + 3])):
         report = make_report(words, reclustered=reclustered)
-        np.testing.assert_allclose(clocks.wait_before(clock, GROUPS, report, None, 100), wanted)
+        waited = clocks.wait_before(clock, GROUPS, report, no_bill(), 100)
+        np.testing.assert_allclose(waited, wanted)
 
 
 def test_a_small_group_waits_for_one_answer():

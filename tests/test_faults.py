@@ -37,7 +37,7 @@ from fedjax_cfl.simulation.rows import raise_if_nonfinite
 from fedjax_cfl.system import faults, power_of_choice, select
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.system.oort import OortMemory, remember
-from fedjax_cfl.system.reports import count_to_int, make_report, make_traffic, no_faults
+from fedjax_cfl.system.reports import count_to_int, make_bill, make_report, no_faults
 from fedjax_cfl.types import Cohort, State, Traffic, Upload
 
 KEY = jax.random.key(5)
@@ -319,8 +319,8 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
 
     def prepare(r):
         real = r.cohort.ids < CLIENTS
-        sent = make_traffic(units_down=real, units_up=2 * real, words_up=3 * real)
-        return r.work, make_report(sent, early=make_traffic(words_up=100 * real))
+        sent = make_bill(units_down=real, units_up=2 * real, words_up=3 * real)
+        return r.work, make_report(sent, early=make_bill(words_up=100 * real))
 
     def solve(client, data, shared, work):
         def send(upload):

@@ -19,7 +19,7 @@ from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_bill, make_report, no_bill
 
 KEY = jax.random.key(3)
 SAMPLE = np.random.default_rng(8).uniform(0.1, 2, 18)  # seconds of a client
@@ -208,6 +208,6 @@ def test_what_is_inferred_before_a_round_counts_without_traffic():
         ask_seconds=asking_seconds(np.ones(4), SAMPLE[:4])
     )
     state = SimpleState(jnp.zeros(4, jnp.int32), jnp.ones(1, bool), jnp.zeros(2, jnp.uint32))
-    report = make_report(samples=jnp.array([0, 5, 3, 0]))
-    waited = clocks.wait_before(clock, state, report, None, 4)
+    report = make_report(make_bill(samples=jnp.array([0, 5, 3, 0])))
+    waited = clocks.wait_before(clock, state, report, no_bill(), 4)
     assert waited.tolist() == [slowest(np.array([0, 5, 3, 0]))]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, ledger, nightly
+from conftest import at_once, charged, nightly
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.objective import training_loss
@@ -308,7 +308,7 @@ def test_what_candidates_send_is_in_the_ledger(candidates, toy, linear, local, m
     ids = selection.select(jax.random.key(0), (), state, toy)
     asked = selection.poll(jax.random.key(0), state, toy)
     assert set(ids.tolist()) < set(np.flatnonzero(asked.samples).tolist())
-    sent = ledger(asked.traffic)
+    sent = charged(asked)
     assert (sent.units_down, sent.words_up, sent.units_up) == (drawn, drawn, 0) and drawn > 3
     assert power_of_choice.rpow_d(3, candidates).poll is None
 

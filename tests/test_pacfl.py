@@ -25,7 +25,7 @@ from fedjax_cfl.keys import SELECT, derive_key
 from fedjax_cfl.method import Round
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.system.reports import make_bill
 
 
 def vectors_of(data, client, count):
@@ -233,7 +233,7 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
         return jnp.ones_like(memory.points)
 
     def bill(bases, data, who):
-        return make_report()
+        return make_bill(jnp.zeros(14))
 
     mesh = local.execution.mesh
     take_in = join_or_found(describe, bill, lambda bases: apart, 30.0, mesh)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, ledger, matrix, nightly, with_execution
+from conftest import at_once, charged, ledger, matrix, nightly, with_execution
 from scipy.stats import trim_mean
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
@@ -47,8 +47,7 @@ from fedjax_cfl.round.aggregate import (
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import faults, select
-from fedjax_cfl.system.reports import add_traffic, count_bytes
-from fedjax_cfl.types import State
+from fedjax_cfl.types import State, Traffic
 
 K = 14  # clients of the toy problem
 
@@ -393,7 +392,7 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
     r = Round(jax.random.key(0), state, toy, cohort, full_work(jnp.zeros(1, jnp.int32)))
     prepared, report = attach_losses(linear, local)(r)
-    assert count_bytes(add_traffic(report.traffic), 0) == (0, 4)  # one client, one word
+    assert charged(report.bill) == Traffic(0, 0, 0, 1)  # one client, one word
     rows = np.flatnonzero(np.asarray(toy.owner) == 1)
     rows = rows[np.isin(rows, np.asarray(toy.train.order))]
     each = [

@@ -1,22 +1,26 @@
 """What is sent: the numbers of FlexCFL's figure 6."""
 
+import re
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, nightly
+from conftest import build, charged, ledger, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
+from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.method import Method
+from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import reports, select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
-from fedjax_cfl.system.reports import add_reports, add_to_report, count_arrived, make_report
+from fedjax_cfl.system.reports import count_arrived, make_bill, make_report, no_bill, no_traffic
 from fedjax_cfl.types import Cohort, Traffic
 
 KEY = jax.random.key(11)
@@ -92,16 +96,15 @@ def test_ifca_mig_charges_every_swapped_client_met():
 def test_bytes_are_right_up_to_1e15():
     """50 models to each of 100,000 clients a round, a thousand rounds: 5e9 models down."""
     clients, rounds, model_bytes = 100_000, 1_000, 200_000
-    one_round = reports.make_traffic(
-        units_down=jnp.full(clients, 50), units_up=jnp.full(clients, 10), words_up=7
-    )
+    one_round = make_bill(jnp.full(clients, 50), jnp.full(clients, 10)), make_bill(words_up=7)
 
     @jax.jit
     def played():
         def add(total, _):
-            return reports.add_traffic(total, one_round), None
+            return reports.add_to_ledger(total, *one_round), None
 
-        return jax.lax.scan(add, reports.make_traffic(words_down=2**31 - 1), length=rounds)[0]
+        begin = reports.add_to_ledger(no_traffic(), make_bill(words_down=2**31 - 1))
+        return jax.lax.scan(add, begin, length=rounds)[0]
 
     sent = played()
     assert ledger(sent) == Traffic(5 * 10**9, 10**9, 2**31 - 1, 7_000)
@@ -126,7 +129,6 @@ def test_every_way_to_add_counts_is_exact():
     by_row = jax.jit(jax.vmap(reports.sum_counts))(table.reshape(4, 15, 2))
     expected = [sum(numbers[first : first + 15]) % 2**64 for first in (0, 15, 30, 45)]
     assert [reports.count_to_int(count) for count in by_row] == expected
-    np.testing.assert_allclose(reports.count_to_float(table), np.array(numbers, float), rtol=1e-6)
     assert reports.count_to_int(reports.sum_counts(jnp.zeros((0, 2), jnp.uint32))) == 0
 
 
@@ -137,36 +139,67 @@ def test_counts_are_made_of_any_whole_numbers():
     assert reports.count_to_int(reports.make_count(2**31 - 1)) == 2**31 - 1
 
 
-def test_bytes_of_each_slot():
-    entry = reports.make_traffic(
-        units_down=jnp.array([1, 3, 0]),
-        units_up=jnp.array([1, 0, 0]),
-        words_up=jnp.array([0, 2, 5]),
-    )
-    assert reports.slot_bytes(entry, 100).tolist() == [200, 308, 20]
-    assert reports.slot_bytes(reports.make_traffic(units_up=7), 100).tolist() == 0
-    mixed = entry.replace(units_up=reports.make_count(9))  # of the whole step: of no slot
-    assert reports.slot_bytes(mixed, 100).tolist() == [100, 308, 20]
-    assert ledger(entry) == Traffic(4, 1, 0, 7)
+def test_a_bill_has_one_axis():
+    """That of its payers, whatever it is made of."""
+    bill = make_bill(1, jnp.arange(3), words_up=True, samples=jnp.array([True, False, True]))
+    for count, wanted in ((bill.units_down, [1] * 3), (bill.units_up, [0, 1, 2])):
+        assert count.tolist() == wanted and count.dtype == jnp.int32
+    assert bill.samples.tolist() == [1, 0, 1] and bill.samples.dtype == jnp.float32
+    assert {leaf.shape for leaf in jax.tree.leaves(make_bill(7))} == {(1,)}
+    assert {leaf.shape for leaf in jax.tree.leaves(no_bill())} == {(0,)}
+    with pytest.raises(AssertionError, match="one axis"):
+        make_bill(jnp.zeros((2, 3)))
 
 
-def test_reports_add_up():
-    total = add_reports(
-        make_report(reports.make_traffic(units_down=1, units_up=2), migrated=2),
-        make_report(reports.make_traffic(units_up=3), migrated=5),
-    )
-    assert int(total.migrated) == 7
-    sent = ledger(total.traffic)
-    assert (sent.units_down, sent.units_up) == (1, 5)
+def test_bills_add_up():
+    """By payers; nobody's change nothing; the total of a run has all of them."""
+    one = make_bill(units_up=jnp.array([2, 3]), samples=jnp.array([5, 0]))
+    both = reports.add_bills(no_bill(), one, make_bill(1, 1, words_down=jnp.array([0, 8])))
+    assert (both.units_up.tolist(), both.words_down.tolist()) == ([3, 4], [0, 8])
+    assert both.samples.tolist() == [5, 0]
+    assert reports.add_bills(no_bill(), no_bill()).samples.size == 0
+    assert charged(both, no_bill(), make_bill(words_up=2**31 - 1)) == Traffic(2, 7, 8, 2**31 - 1)
 
 
-def test_what_is_of_a_whole_step_belongs_to_no_slot():
-    """It arrives, whosever update is lost, and takes no client's time."""
-    whole = make_report(reports.make_traffic(units_up=7), samples=1000)
-    report = add_to_report(whole, reports.make_traffic(units_up=jnp.array([1, 2, 4])))
-    arrived = count_arrived(report, jnp.array([False, True, False]))
-    assert ledger(add_reports(arrived).traffic) == Traffic(0, 9, 0, 0)
+def test_bytes_and_seconds_of_each_slot():
+    """At a byte a second; of what one slot alone answers, only its own goes up."""
+    bill = make_bill(jnp.array([1, 3, 0]), jnp.array([1, 0, 0]), words_up=jnp.array([0, 2, 5]))
+    assert reports.sum_bytes(bill, 100).tolist() == [200, 308, 20]
+    arrived = count_arrived(bill, jnp.array([False, True, False]))
+    assert charged(arrived) == Traffic(4, 0, 0, 2)
+    assert count_arrived(no_bill(), jnp.ones(3, bool)).samples.size == 0
     clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
     cohort, steps = Cohort(jnp.arange(3), jnp.arange(3)), SimpleNamespace(steps=jnp.zeros(3))
-    seconds = clocks.client_seconds(clock, cohort, steps, [report], 8, 3)
-    assert seconds.tolist() == [8, 16, 32]
+    given = [make_report(), make_report(bill, early=make_bill(samples=jnp.array([0, 0, 7])))]
+    seconds = clocks.client_seconds(clock, cohort, steps, given, 100, 3)
+    assert seconds.tolist() == [200, 308, 27]
+
+
+@pytest.mark.parametrize(
+    ("step", "payers"),
+    [
+        ("migrate", "all clients [K], here 14"),
+        ("the selection's poll", "all clients [K], here 14"),
+        ("assign", "the slots [S], here 3"),
+        ("assign_and_found", "the slots [S], here 3"),
+        ("prepare", "the slots [S], here 3"),
+    ],
+)
+def test_a_bill_of_other_payers_is_refused(step, payers, toy, linear, local):
+    """One number in place of one of each payer, in the bill or in what is sent early."""
+    wrong, selection = make_bill(words_up=1), select.uniform(3)
+    report, early = make_report(wrong), make_report(early=wrong)
+    steps = {
+        "migrate": lambda r: (r.state, report),
+        "assign": lambda r: (jnp.zeros_like(r.cohort.ids), early),
+        "assign_and_found": lambda r: (r.state, jnp.zeros_like(r.cohort.ids), report),
+        "prepare": lambda r: (r.work, early),
+    }
+    given = {step: steps[step]} if step in steps else {}
+    if not given:
+        selection = selection._replace(poll=lambda key, state, data: wrong)
+    algorithm = federated(linear, local, selection, Method(sgd(linear, local), **given))
+    state = algorithm.init(KEY, toy)
+    said = f"{step} must give bills of {payers}, or of nobody (no_bill()), not of shape (1,)"
+    with pytest.raises(AssertionError, match=f"^{re.escape(said)}"):
+        jax.eval_shape(algorithm.round, KEY, state, toy)

@@ -19,7 +19,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import (
@@ -81,9 +81,9 @@ def start_still(groups: Params, data: FederatedData) -> Movement:
 def scale_steps(r: Round) -> tuple[Work, Report]:
     """Gives the cohort the server's step size (a `PrepareFn`)."""
     work = r.work
-    real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
+    real = r.cohort.ids < r.data.num_clients
     work = work._replace(lr_scale=work.lr_scale * r.state.memory.scale)
-    return work, make_report(make_traffic(words_down=real))
+    return work, make_report(make_bill(words_down=real))
 
 
 def follow_model(beta: float, harmonic: bool) -> FinishFn:

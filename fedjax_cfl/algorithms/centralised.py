@@ -18,11 +18,12 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import put_first
 from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
+from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, no_bill
 from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.types import (
     Algorithm,
+    Bill,
     ClientIndex,
     FederatedData,
     Info,
@@ -31,7 +32,6 @@ from fedjax_cfl.types import (
     Selection,
     State,
     Task,
-    Traffic,
 )
 
 
@@ -54,12 +54,12 @@ def centralised(task: Task, local: Local, system: SystemLike) -> Algorithm:
 
     def init(key: Key, data: FederatedData) -> State:
         state = algorithm.init(key, data)
-        return state.replace(traffic=add_traffic(send_samples(data, True)))
+        return state.replace(traffic=add_to_ledger(state.traffic, send_samples(data, True)))
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, pool_samples(data))
-        sent = send_samples(data, data.shifted) if data.has_drift else make_traffic()
-        return after.replace(traffic=add_traffic(state.traffic, sent)), info
+        sent = send_samples(data, data.shifted) if data.has_drift else no_bill()
+        return after.replace(traffic=add_to_ledger(state.traffic, sent)), info
 
     return algorithm._replace(init=init, round=round)
 
@@ -80,10 +80,10 @@ def refuse_clients(local: Local, system: System) -> None:
         )
 
 
-def send_samples(data: FederatedData, who: ArrayLike) -> Traffic:
+def send_samples(data: FederatedData, who: ArrayLike) -> Bill:
     """Returns what the clients `who` [K] bool send up: F + 1 words for each training sample."""
     words = math.prod(data.x.shape[1:]) + 1
-    return make_traffic(words_up=jnp.where(who, data.train.size * words, 0))
+    return make_bill(words_up=jnp.where(who, data.train.size * words, 0))
 
 
 def pool_samples(data: FederatedData) -> FederatedData:

@@ -32,7 +32,7 @@ from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
-from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
+from fedjax_cfl.system.reports import add_bills, add_fault_counts, make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
@@ -158,7 +158,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
         state, data, cohort = r.state, r.data, r.cohort
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
         real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
-        nothing = make_report(samples=jnp.zeros(clients.shape))
+        nothing = make_report(make_bill(jnp.zeros_like(clients)))
 
         def cut(h, carry):
             here, trained, report = carry
@@ -176,14 +176,14 @@ def descend_splits(train: TrainFn) -> AssignFn:
             )
             here = jnp.where(undecided & leaves, h, here).astype(jnp.int32)
             report = report.replace(
+                bill=add_bills(report.bill, more.bill),
                 fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
-                samples=report.samples + more.samples,
             )
             return here, trained + undecided, report
 
         begin = jnp.maximum(current_groups(state, cohort), 0), jnp.zeros_like(cohort.ids), nothing
         gid, trained, report = lax.fori_loop(1, jnp.sum(state.active), cut, begin)
-        return gid, report.replace(early=make_traffic(trained, trained))
+        return gid, report.replace(early=make_bill(trained, trained))
 
     return assign
 

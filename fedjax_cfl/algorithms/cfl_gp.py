@@ -36,7 +36,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import (
@@ -153,9 +153,10 @@ def charge_criterion(local: Local, plan: Plan, project_to: int | None) -> Prepar
         other = (r.cohort.ids < r.data.num_clients) & (size > 0) & plan.is_due(state.round)
         other &= r.work.group != plan.criterion(state.round)
         words = project_to or sum(part[0].size for part in as_rows(state.groups))
-        steps = local.batch_size * count_steps(local, size)
-        sent = make_traffic(units_down=other, words_up=other * words)
-        return r.work, make_report(sent, samples=other * TRAIN_TO_INFERENCE * steps)
+        samples = TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
+        return r.work, make_report(
+            make_bill(units_down=other, words_up=other * words, samples=other * samples)
+        )
 
     return prepare
 

@@ -33,7 +33,7 @@ from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
@@ -122,8 +122,8 @@ def cluster_losses(
         chosen = jnp.zeros_like(found).at[order].set(found)
         gid = jnp.where(asked, chosen, jnp.maximum(met, 0))
         gid = jnp.where(at_random, deal_groups(keys[1], cohort.ids, at_random, m), gid)
-        sent = make_traffic(units_down=asked * (m - 1), words_up=asked * m)
-        return gid.astype(jnp.int32), make_report(early=sent, samples=m * asked * size)
+        sent = make_bill(asked * (m - 1), words_up=asked * m, samples=m * asked * size)
+        return gid.astype(jnp.int32), make_report(early=sent)
 
     return assign
 

@@ -32,9 +32,9 @@ from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task, Upload
+from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Task, Upload
 from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, check_arguments
 
 
@@ -67,10 +67,9 @@ def fedclust(
     describe = train_first(task, begin, layers)
     limit = partial(largest_gap, linkage) if threshold is None else threshold
 
-    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Report:
-        steps = count_steps(begin, data.train.size)
-        sent = make_traffic(units_down=who, words_up=who * points.shape[1])
-        return make_report(sent, samples=who * TRAIN_TO_INFERENCE * begin.batch_size * steps)
+    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
+        samples = TRAIN_TO_INFERENCE * begin.batch_size * count_steps(begin, data.train.size)
+        return make_bill(who, words_up=who * points.shape[1], samples=who * samples)
 
     start = cluster_at_start(task, m, describe, bill, euclidean, linkage, limit, mesh)
     join = join_or_found(describe, bill, euclidean, None, mesh)

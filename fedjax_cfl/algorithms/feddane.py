@@ -20,7 +20,7 @@ from fedjax_cfl.method import Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system import faults
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import (
@@ -87,10 +87,10 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        sent = make_traffic(units_down=real * (1 if select is None else 2), units_up=real)
-        samples = TRAIN_TO_INFERENCE * client_range(cohort.ids, data)[0]
+        real, samples = cohort.ids < data.num_clients, client_range(cohort.ids, data)[0]
+        models = real * (1 if select is None else 2)
+        sent = make_bill(models, units_up=real, samples=TRAIN_TO_INFERENCE * samples)
         # the gradients of the first phase arrive
-        return r.work._replace(client_extra=correction), make_report(early=sent, samples=samples)
+        return r.work._replace(client_extra=correction), make_report(early=sent)
 
     return prepare

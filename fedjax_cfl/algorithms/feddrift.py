@@ -33,7 +33,7 @@ from fedjax_cfl.method import Method, MigrateFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
@@ -183,8 +183,7 @@ def losses_of_all(task: Task, local: Local) -> LossesFn:
 
 def report_losses(models: jax.Array, data: FederatedData, moved: ArrayLike = 0) -> Report:
     """Returns the report of clients that each download and test `models` [K] models."""
-    sent = make_traffic(units_down=models, words_up=models)
-    return make_report(sent, moved, samples=models * data.train.size)
+    return make_report(make_bill(models, words_up=models, samples=models * data.train.size), moved)
 
 
 # (loss [K, m], group [K], weight [K], settled [m] bool) -> (into [m], the group that each one

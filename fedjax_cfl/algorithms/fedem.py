@@ -34,7 +34,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, no_clients, random_groups
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
 from fedjax_cfl.types import (
@@ -166,9 +166,9 @@ def expect(task: Task, local: Local, m: int) -> PrepareFn:
         share = size / jnp.maximum(jnp.sum(data.train.size), 1)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
         models, words = real * (m - 1), real * m * data.num_classes * with_labels(memory)
-        sent = make_traffic(models, models, words, words)
+        sent = make_bill(models, models, words, words, samples=m * size)
         work = work._replace(client_extra=Expected(found.each, found.by_label, share))
-        return work, make_report(sent, samples=m * size)
+        return work, make_report(sent)
 
     return prepare
 

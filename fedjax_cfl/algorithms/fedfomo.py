@@ -36,7 +36,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models, take_models
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import drop_statistics, take_rows
 from fedjax_cfl.types import (
@@ -279,12 +279,8 @@ def charge_peers(
     others = sent + started
     models = jnp.where(others > 0, others + 1, 0)
     real = ids < tested.num_clients
-    return make_report(
-        make_traffic(
-            units_down=jnp.where(real, sent + ~started, 0), words_up=jnp.where(real, sent, 0)
-        ),
-        samples=models * client_range(ids, tested)[0],
-    )
+    samples = models * client_range(ids, tested)[0]
+    return make_report(make_bill(real * (sent + ~started), words_up=real * sent, samples=samples))
 
 
 def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Callable[..., Any]:

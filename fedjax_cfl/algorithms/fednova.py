@@ -26,7 +26,7 @@ from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
 from fedjax_cfl.types import (
@@ -112,8 +112,8 @@ def charge_words(count: int | jax.Array) -> PrepareFn:
     """Reports the words that each client sends with its update."""
 
     def prepare(r: Round) -> tuple[Work, Report]:
-        real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
-        return r.work, make_report(make_traffic(words_up=count * real))
+        real = r.cohort.ids < r.data.num_clients
+        return r.work, make_report(make_bill(words_up=count * real))
 
     return prepare
 

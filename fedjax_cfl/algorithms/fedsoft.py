@@ -38,7 +38,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, random_groups
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows
 from fedjax_cfl.types import (
@@ -160,9 +160,9 @@ def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> M
         moved = asked & memory.known & (group != state.assignment)
         late = memory.late | (asked & ~memory.known & (state.round > 0))
         memory = Shares(table, memory.known | asked, late, asked)
-        sent = make_traffic(units_down=asked * state.active.size, words_up=asked * best.shape[1])
-        report = make_report(sent, moved.sum(), samples=asked * size * best.shape[1])
-        return state.replace(assignment=group, memory=memory), report
+        models = asked * best.shape[1]
+        sent = make_bill(units_down=models, words_up=models, samples=models * size)
+        return state.replace(assignment=group, memory=memory), make_report(sent, moved.sum())
 
     return migrate
 
@@ -178,7 +178,7 @@ def give_shares(lam: ArrayLike) -> PrepareFn:
         anew = memory.late & ~cohort.take(state.rows[NAME].trained)
         given = Given(memory.shares, lam * memory.shares.sum(1), anew)
         lacks = (cohort.ids < r.data.num_clients) & ~memory.asked
-        return r.work._replace(client_extra=given), make_report(make_traffic(units_down=m * lacks))
+        return r.work._replace(client_extra=given), make_report(make_bill(units_down=m * lacks))
 
     return prepare
 

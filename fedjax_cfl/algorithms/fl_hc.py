@@ -30,7 +30,7 @@ from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import is_unassigned
 from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.tree import group_mean, membership_weights, repeat_first, take_rows
@@ -201,9 +201,9 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> As
             closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
             return closest.astype(jnp.int32), report
 
-        nothing = make_report(samples=jnp.zeros(gid.shape))
+        nothing = make_report(make_bill(jnp.zeros_like(gid)))
         joined, report = lax.cond(jnp.any(waiting), nearest, lambda: (gid, nothing))
-        sent = make_traffic(units_down=waiting, units_up=waiting)
+        sent = make_bill(units_down=waiting, units_up=waiting)
         return jnp.where(waiting, joined, gid), report.replace(early=sent)
 
     return assign

@@ -41,7 +41,7 @@ from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
+from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
@@ -232,14 +232,14 @@ def cluster_descriptions(
             group = jnp.where(able, group, -1).astype(jnp.int32)
             groups, server = repeat_first((state.groups, state.server))
             absent = able & ~cohort.put(jnp.zeros_like(able), True)
-            sent = make_traffic(units_down=absent, words_up=able * described[0].size)
+            sent = make_bill(units_down=absent, words_up=able * described[0].size)
             after = state.replace(
                 groups=groups,
                 server=server,
                 active=active,
                 assignment=cohort.put(group, cohort.take(state.assignment)),
                 memory=memory,
-                traffic=add_traffic(state.traffic, sent),
+                traffic=add_to_ledger(state.traffic, sent),
             )
             return after, jnp.maximum(cohort.take(group), 0)
 
@@ -274,9 +274,10 @@ def place_newcomers(describe: DescribeFn, newcomers: str, warm_up: int) -> Migra
         placed = jnp.where(waiting & ~trains, group, memory.placed)
         rows, width = memory.centers.shape[1:]
         words = width * (2 if newcomers == "inputs" else rows)
-        sent = make_traffic(units_down=waiting, words_up=waiting * words)
+        samples = waiting * list_inputs(data).size
+        sent = make_bill(waiting, words_up=waiting * words, samples=samples)
         state = state.replace(assignment=assignment, memory=memory.replace(placed=placed))
-        return state, make_report(sent, samples=waiting * list_inputs(data).size)
+        return state, make_report(sent)
 
     return migrate
 

@@ -44,9 +44,9 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
     def migrate(r: Round) -> tuple[State, Report]:
         state = r.state
         before, group = state.assignment, true_groups(r.data, m)
-        moved = jnp.sum((before >= 0) & (group != before)).astype(jnp.int32)
+        moved = jnp.sum((before >= 0) & (group != before))
         state = found_groups(state, before, group)
-        return state.replace(assignment=group), make_report().replace(migrated=moved)
+        return state.replace(assignment=group), make_report(migrated=moved)
 
     system = as_system(system)
     system = system._replace(select=leave_out_unknown(system.select, m))

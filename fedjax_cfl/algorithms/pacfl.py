@@ -30,9 +30,9 @@ from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task
+from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
@@ -68,9 +68,9 @@ def pacfl(
     def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
         return compute(data, who)
 
-    def bill(bases: jax.Array, data: FederatedData, who: jax.Array) -> Report:
+    def bill(bases: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
         vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
-        return make_report(make_traffic(words_up=jnp.where(who, vectors * bases.shape[2], 0)))
+        return make_bill(words_up=who * vectors * bases.shape[2])
 
     def compare(bases: jax.Array) -> jax.Array:
         return angles(bases, angle)

@@ -16,7 +16,7 @@ from fedjax_cfl.round.aggregate import q_fair
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Report, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
@@ -48,7 +48,7 @@ def attach_losses(task: Task, local: Local) -> PrepareFn:
         each = loss(cohort, r.data, r.state.groups, rows)
         own = jnp.take_along_axis(each, r.work.group[:, None], axis=1)[:, 0]
         samples = client_range(cohort.ids, r.data)[0]
-        sent = make_traffic(words_up=(samples > 0).astype(jnp.int32))
-        return r.work._replace(client_extra=own), make_report(sent, samples=samples)
+        sent = make_bill(words_up=samples > 0, samples=samples)
+        return r.work._replace(client_extra=own), make_report(sent)
 
     return prepare

@@ -37,7 +37,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import (
@@ -160,7 +160,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
             assignment=moved,
             memory=memory,
         )
-        sent = make_traffic(units_down=new, units_up=new)
+        sent = make_bill(units_down=new, units_up=new)
         return state, gid.astype(jnp.int32), report.replace(early=sent)
 
     return meet
@@ -218,8 +218,8 @@ def send_common(local: Local) -> PrepareFn:
         real, size = cohort.ids < r.data.num_clients, cohort.take(r.data.train.size)
         common = copy_model(take_rows(r.state.memory.common, 0), cohort.ids.size)
         samples = real * TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
-        sent = make_traffic(units_down=real, units_up=real)
-        return r.work._replace(client_extra=common), make_report(sent, samples=samples)
+        sent = make_bill(units_down=real, units_up=real, samples=samples)
+        return r.work._replace(client_extra=common), make_report(sent)
 
     return prepare
 

@@ -35,7 +35,7 @@ from fedjax_cfl.round.engine import federated, unassign_empty_clients
 from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import with_faults
-from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic, sum_fault_counts
+from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, sum_fault_counts
 from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.tree import drop_statistics, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
@@ -84,7 +84,7 @@ def tkm(
         state = state.replace(
             groups=centers,
             assignment=labels,
-            traffic=add_traffic(report.traffic),
+            traffic=add_to_ledger(state.traffic, report.bill),
             start_faults=report.fault_counts,
         )
         state = unassign_empty_clients(None, state, data)
@@ -116,8 +116,8 @@ def local_erm(
         )
         delta = put_models(zeros, cohort.ids, upload.delta, local.execution.mesh)
         known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
-        answers = data.num_clients - counts.dropped.sum()
-        sent = make_traffic(units_down=data.num_clients, units_up=answers)
+        real = cohort.ids < data.num_clients
+        sent = make_bill(units_down=real, units_up=real & (counts.dropped == 0))
         report = make_report(sent, fault_counts=sum_fault_counts(counts, cohort))
         return jax.tree.map(jnp.add, start, delta), known, report
 

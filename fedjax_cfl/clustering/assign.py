@@ -20,7 +20,7 @@ from fedjax_cfl.method import AssignFn, Round
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
-from fedjax_cfl.system.reports import add_to_report, make_report, make_traffic, sum_fault_counts
+from fedjax_cfl.system.reports import add_bills, make_bill, make_report, sum_fault_counts
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import squared_leaf_norms
@@ -63,7 +63,8 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
         work = full_work(jnp.zeros_like(cohort.ids), lr_scale)
         upload, counts = train(cohort, data, ((key, model), (key, ())), work)
         samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps
-        return upload, make_report(fault_counts=sum_fault_counts(counts, cohort), samples=samples)
+        inferred = make_bill(samples=samples)
+        return upload, make_report(inferred, fault_counts=sum_fault_counts(counts, cohort))
 
     return run
 
@@ -82,7 +83,8 @@ def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
         loss = losses(cohort, r.data, state.groups, own)  # [S, m]
         usable = state.active & jnp.isfinite(loss)
         best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
-        return best, make_report(samples=state.active.sum() * client_range(cohort.ids, r.data)[0])
+        samples = state.active.sum() * client_range(cohort.ids, r.data)[0]
+        return best, make_report(make_bill(samples=samples))
 
     return choose
 
@@ -97,8 +99,8 @@ def every_round(choose: AssignFn) -> AssignFn:
     def assign(r: Round) -> tuple[jax.Array, Report]:
         gid, report = choose(r)
         real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
-        sent = make_traffic(units_down=real * (r.state.active.sum() - 1), words_up=real)
-        return gid, add_to_report(report, sent)
+        sent = make_bill(units_down=real * (r.state.active.sum() - 1), words_up=real)
+        return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return assign
 
@@ -118,8 +120,8 @@ def cold_start(choose: AssignFn) -> AssignFn:
         chosen, report = choose(r._replace(cohort=newcomers))
         met = jnp.maximum(current_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
-        sent = make_traffic(units_down=cold.astype(jnp.int32) * state.active.sum())
-        return gid, add_to_report(report, sent)
+        sent = make_bill(units_down=cold * state.active.sum())
+        return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return assign
 

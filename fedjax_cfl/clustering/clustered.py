@@ -46,11 +46,11 @@ from fedjax_cfl.round.start import (
     random_groups,
 )
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Report, State, Task
 
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
@@ -219,12 +219,12 @@ def ask_cohort(
             gid = jnp.zeros_like(old).at[order].set(whole(r.key, *given).astype(jnp.int32))
             words = count_words(values)
         models = measure.models(state.active.sum())
-        bill = make_report(samples=measure.inferences * models * size)
-        if sends:
-            more = models - 1 if measure.of_groups else models  # the one that it trains is counted
-            sent = make_traffic(units_down=real * more, words_up=real * words)
-            bill = bill.replace(**{"traffic" if cluster is None else "early": sent})
-        return gid.astype(jnp.int32), bill
+        more = models - 1 if measure.of_groups else models  # the one that it trains is counted
+        inferred = measure.inferences * models * size
+        if not sends:
+            return gid.astype(jnp.int32), make_report(make_bill(samples=inferred))
+        paid = make_bill(real * more, words_up=real * words, samples=inferred)
+        return gid.astype(jnp.int32), make_report(**{"bill" if cluster is None else "early": paid})
 
     return assign
 
@@ -274,11 +274,10 @@ def found_groups(
         flat = values.reshape(len(values), -1).astype(jnp.float32)
         return cohort.put(jnp.zeros((who.size, flat.shape[1])), flat)
 
-    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Report:
+    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
         models = measure.models(1)
-        sent = make_traffic(units_down=who * models, words_up=who * points.shape[1])
-        inferred = measure.inferences * models * data.train.size
-        return make_report(sent, samples=who * inferred)
+        inferred = who * measure.inferences * models * data.train.size
+        return make_bill(who * models, words_up=who * points.shape[1], samples=inferred)
 
     def start(key: Key, data: FederatedData) -> Start:
         begun, who = common_model(task, m)(key, data), data.train.size > 0
@@ -291,7 +290,7 @@ def found_groups(
             assignment=label,
             active=active,
             memory=Described(points, who, first),
-            report=bill(points, data, who),
+            report=make_report(bill(points, data, who)),
         )
 
     return start, join_or_found(describe, bill, euclidean, None, mesh)

@@ -28,7 +28,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import check_classes, to_shares, train_label_counts
 from fedjax_cfl.keys import put_first
 from fedjax_cfl.method import AssignFn, MigrateFn, Round, Start, StartFn
-from fedjax_cfl.system.reports import add_fault_counts, make_report, make_traffic
+from fedjax_cfl.system.reports import add_bills, add_fault_counts, make_bill, make_report
 from fedjax_cfl.types import FederatedData, Key, Report, State
 
 # a distance is above its threshold only if it is so by more than this: 2 of 10 samples are not
@@ -152,8 +152,8 @@ def charge_swapped(detected: jax.Array, met: jax.Array, data: FederatedData) -> 
 def reassign(choose: AssignFn, local: Local, r: Round, mask: jax.Array) -> tuple[jax.Array, Report]:
     """Chooses new groups for some clients, in blocks.
 
-    Returns the assignment [K] of all clients, and a report of what went wrong and how many
-    samples each client [K] inferred.
+    Returns the assignment [K] of all clients, and a report of what went wrong and what each
+    client [K] pays by the bills of `choose`.
 
     Args: `choose` names the groups of a block of clients at a time, and draws with `r.key`;
     `mask` [K] bool are the clients to reassign.
@@ -172,12 +172,15 @@ def reassign(choose: AssignFn, local: Local, r: Round, mask: jax.Array) -> tuple
         cohort = make_cohort(ids, data, local.execution)
         gid, more = choose(r._replace(cohort=cohort))
         assignment = cohort.put(assignment, gid.astype(jnp.int32))
+        paid = add_bills(make_bill(jnp.zeros_like(cohort.ids)), more.bill, more.early)
         return assignment, report.replace(
+            bill=jax.tree.map(
+                lambda each, more: each.at[cohort.ids].add(more, mode="drop"), report.bill, paid
+            ),
             fault_counts=add_fault_counts(report.fault_counts, more.fault_counts),
-            samples=report.samples.at[cohort.ids].add(more.samples, mode="drop"),
         )
 
-    begin = state.assignment, make_report(samples=jnp.zeros(data.num_clients))
+    begin = state.assignment, make_report(make_bill(jnp.zeros(data.num_clients)))
     return lax.fori_loop(0, -(-count // size), block, begin)
 
 
@@ -209,8 +212,8 @@ def on_shift(
         migrated = jnp.sum(detected & (assignment != state.assignment))
         reference = jnp.where(detected[:, None], counts, before.reference)
         memory = state.memory.replace(shift_reference=before.replace(reference=reference))
-        sent = make_traffic(units_down=units_each * charge(detected, met, data))
+        sent = make_bill(units_down=units_each * charge(detected, met, data))
         state = state.replace(assignment=assignment, memory=memory)
-        return state, report.replace(traffic=sent, migrated=migrated)
+        return state, report.replace(bill=add_bills(report.bill, sent), migrated=migrated)
 
     return migrate

@@ -15,9 +15,9 @@ from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.method import MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.system.reports import no_faults
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.tree import one_hot, take_rows
-from fedjax_cfl.types import FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Bill, FederatedData, Key, Params, Report, State, Task
 
 CompareFn = Callable[[jax.Array], jax.Array]  # (points [K, ...]) -> distances [K, K]
 # (distances [K, K], valid [K] bool) -> the distance [] up to which groups are merged
@@ -27,8 +27,8 @@ CutFn = Callable[[jax.Array, jax.Array], jax.Array]
 # (key, the model [1, ...] that all groups start from, data, who [K] bool) -> what these clients
 # tell [K, ...], 0 for others
 DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], jax.Array]
-# (what clients tell [K, ...], data, who [K] bool) -> what it takes these to tell it
-BillFn = Callable[[jax.Array, FederatedData, jax.Array], Report]
+# (what clients tell [K, ...], data, who [K] bool) -> what it takes these to tell it, [K]
+BillFn = Callable[[jax.Array, FederatedData, jax.Array], Bill]
 
 
 class Described(struct.PyTreeNode):
@@ -69,7 +69,7 @@ def cluster_at_start(
             assignment=jnp.maximum(label, 0),  # the engine withholds those without samples
             active=jnp.arange(m) <= jnp.maximum(label.max(), 0),
             memory=Described(points, able, first),
-            report=bill(points, data, able),
+            report=make_report(bill(points, data, able)),
         )
 
     return start
@@ -119,15 +119,14 @@ def join_or_found(
             assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
             return assignment, active, points, bill(points, data, waiting)
 
-        shapes = jax.eval_shape(bill, memory.points, data, waits)
-        nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        nothing = nothing.replace(fault_counts=no_faults())
+        nothing = make_bill(jnp.zeros(data.num_clients))
         stay = state.assignment, state.active, memory.points, nothing
         # a loop of one pass or none: mapped over the runs of a grid, a branch would be taken always
         passes = jnp.any(waits).astype(jnp.int32)
         found = lax.fori_loop(0, passes, lambda i, _: take_in(i == 0), stay)
-        assignment, active, points, report = found
+        assignment, active, points, paid = found
         memory = memory.replace(points=points, known=memory.known | waits)
-        return state.replace(assignment=assignment, active=active, memory=memory), report
+        state = state.replace(assignment=assignment, active=active, memory=memory)
+        return state, make_report(paid)
 
     return migrate

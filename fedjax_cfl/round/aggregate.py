@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.method import AggregateFn, FinishFn, Round
 from fedjax_cfl.sharding import split_by_parameter, take_models
-from fedjax_cfl.system.reports import add_traffic, make_traffic
+from fedjax_cfl.system.reports import add_to_ledger, make_bill
 from fedjax_cfl.tree import (
     copy_statistics,
     drop_statistics,
@@ -188,8 +188,8 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
         weights = jnp.where(
             owning[:, None], (jnp.eye(pull.size) + others) / total[:, None], jnp.eye(pull.size)
         )
-        sent = make_traffic(units_down=jnp.where(jnp.equal(eta_g, 0), 0, state.active.sum()))
-        traffic = add_traffic(state.traffic, sent)
+        sent = make_bill(units_down=jnp.where(jnp.equal(eta_g, 0), 0, state.active.sum()))
+        traffic = add_to_ledger(state.traffic, sent)
         return state.replace(groups=group_sum(weights.T, groups), traffic=traffic)
 
     return finish

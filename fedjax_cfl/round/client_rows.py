@@ -22,7 +22,7 @@ from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.faults import find_nonfinite
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import groups_of
 from fedjax_cfl.system.system import System, group_models
 from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where_rows
@@ -192,7 +192,7 @@ def load_rows(
         rows[layer.name] = jax.vmap(layer.correction.to_client)(*mine)
         if layer.correction.is_uploaded:
             real = cohort.ids < state.assignment.size
-            reports.append(make_report(make_traffic(units_down=real, units_up=real)))
+            reports.append(make_report(make_bill(units_down=real, units_up=real)))
     return state, work._replace(rows=rows), reports
 
 

@@ -42,16 +42,19 @@ from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import (
-    add_traffic,
+    add_to_ledger,
     make_count,
     make_report,
     model_bytes_of,
+    no_bill,
+    no_traffic,
     sum_counts,
 )
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
 from fedjax_cfl.tree import group_mean, squared_norms, take_rows
 from fedjax_cfl.types import (
     Algorithm,
+    Bill,
     Cohort,
     FaultCounts,
     FederatedData,
@@ -174,7 +177,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         server=jax.vmap(parts.server.init)(initial.groups),
         active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
         assignment=unknown if initial.assignment is None else initial.assignment,
-        traffic=add_traffic(report.traffic),
+        traffic=add_to_ledger(no_traffic(), report.bill, report.early),
         memory=remember(initial.groups, data) if remember else initial.memory,
         selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
@@ -219,17 +222,30 @@ def store_groups(
     return assigned if own_models else unassign_empty_clients(before, assigned, now.data)
 
 
+def check_payers(step: str, payers: str, number: int, *bills: Bill) -> None:
+    """Asserts that the bills which a step of the round gives are of the `payers` that it must give
+    them of, so many as `number` says, or of nobody.
+    """
+    for bill in bills:
+        shapes = {leaf.shape for leaf in jax.tree.leaves(bill)}
+        assert shapes in ({(number,)}, {(0,)}), (
+            f"{step} must give bills of {payers}, here {number}, or of nobody (no_bill()), not of"
+            f" shape {', '.join(map(str, sorted(shapes)))}"
+        )
+
+
 def migrate(now: Now, state: State) -> tuple[State, RoundLog]:
     """Moves clients, or founds new groups, before the selection."""
     parts, data = now.parts, now.data
     shifted = jnp.sum(data.shifted)
     if parts.method.migrate is None:
-        return state, RoundLog(shifted, make_report())
+        return state, RoundLog(shifted, make_report(), no_bill())
     after, report = parts.method.migrate(now.give(MIGRATE, state))
+    check_payers("migrate", "all clients [K]", data.num_clients, report.bill, report.early)
     if not parts.method.own_models:
         after = unassign_empty_clients(state, after, data)
     after = merge_clocks(parts.system.clock, state, after, report.reclustered)
-    return after, RoundLog(shifted, report)
+    return after, RoundLog(shifted, report, no_bill())
 
 
 def draw_cohort(now: Now, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
@@ -238,6 +254,7 @@ def draw_cohort(now: Now, state: State, log: RoundLog) -> tuple[Cohort, RoundLog
     """
     parts, keys, data = now
     ids, poll = parts.system.choose(keys, state, data)
+    check_payers("the selection's poll", "all clients [K]", data.num_clients, poll)
     cost = client_cost(parts.task, parts.local, data.max_client_samples)
     return make_cohort(ids, data, parts.local.execution, cost), log._replace(poll=poll)
 
@@ -247,18 +264,19 @@ def plan_work(
 ) -> tuple[State, Work, RoundLog]:
     """Names the group that each client trains, and its work."""
     parts, keys = now.parts, now.keys
-    gid, reports = jnp.zeros_like(cohort.ids), []
+    gid, reports = jnp.zeros_like(cohort.ids), {}
     if parts.method.assign:
-        gid, report = parts.method.assign(now.give(ASSIGN, state, cohort))
-        reports.append(report)
+        gid, reports["assign"] = parts.method.assign(now.give(ASSIGN, state, cohort))
     if parts.method.assign_and_found:
-        state, gid, report = parts.method.assign_and_found(now.give(ASSIGN, state, cohort))
-        reports.append(report)
+        found = parts.method.assign_and_found(now.give(ASSIGN, state, cohort))
+        state, gid, reports["assign_and_found"] = found
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.method.prepare:
-        work, report = parts.method.prepare(now.give(PREPARE, state, cohort, work))
-        reports.append(report)
-    return state, parts.system.slow_down(keys, cohort, work), log._replace(planned=tuple(reports))
+        work, reports["prepare"] = parts.method.prepare(now.give(PREPARE, state, cohort, work))
+    for step, report in reports.items():
+        check_payers(step, "the slots [S]", cohort.ids.size, report.bill, report.early)
+    log = log._replace(planned=tuple(reports.values()))
+    return state, parts.system.slow_down(keys, cohort, work), log
 
 
 def load_client_state(

@@ -316,7 +316,7 @@ def check_traffic(trial: Trial) -> Iterator[str]:
         if wrong:
             yield (
                 f"traffic: round {wrong[0]} sends {sent[wrong[0]]} {name.replace('_', ' ')}; report"
-                " finite whole numbers from 0 on (make_traffic), 0 for what is not sent"
+                " finite whole numbers from 0 on (make_bill), 0 for what is not sent"
             )
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.availability import Presence, PresenceFn
-from fedjax_cfl.system.reports import add_counts, make_count, slot_bytes
+from fedjax_cfl.system.reports import add_bills, add_counts, list_bills, make_count, sum_bytes
 from fedjax_cfl.system.select import groups_of
-from fedjax_cfl.types import Cohort, FederatedData, Poll, Report, State, Upload
+from fedjax_cfl.types import Bill, Cohort, FederatedData, Report, State, Upload
 
 TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
 
@@ -135,7 +135,7 @@ def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
 
 
 def wait_before(
-    clock: Clock | None, state: State, migration: Report, poll: Poll | None, model_bytes: int
+    clock: Clock | None, state: State, migration: Report, poll: Bill, model_bytes: int
 ) -> jax.Array:
     """Returns the seconds [n] that pass before clients train: the time of the slowest drift
     report, and that of the slowest client that is polled before the selection.
@@ -143,24 +143,23 @@ def wait_before(
     A group waits for its own clients only; all groups wait for all reports if all clients are
     clustered again.
 
-    Args: `clock` of None takes no time; `migration` counts only where its traffic or samples
-    are given for each client [K]; `poll` is what clients did before the selection, None:
-    nothing; `model_bytes` is the size of one model.
+    Args: `clock` of None takes no time; `migration` and `poll`, of all clients [K] or of nobody,
+    are what clients did before the selection, and for it; `model_bytes` is the size of one model.
     """
     count = state.clock_ms.size // 2
     waited = jnp.zeros(count)
     if clock is None or clock.ask_seconds is None:
         return waited
     own = clock_of(clock, groups_of(state))
-    client_bytes = slot_bytes(migration.traffic, model_bytes)
-    if client_bytes.ndim or migration.samples.ndim:
-        samples = migration.samples if migration.samples.ndim else jnp.zeros(())
-        reports = latest(clock.ask_seconds(client_bytes, samples), own, count)
+    moving = add_bills(migration.bill, migration.early)
+    if moving.samples.size:
+        asked = clock.ask_seconds(sum_bytes(moving, model_bytes), moving.samples)
+        reports = latest(asked, own, count)
         reports = jnp.where(migration.reclustered > 0, reports.max(), reports)
         waited += jnp.where(reports > 0, reports + clock.server_seconds, 0.0)
-    if poll is not None:
-        client_bytes = slot_bytes(poll.traffic, model_bytes)
-        waited += latest(clock.ask_seconds(client_bytes, poll.samples), own, count)
+    if poll.samples.size:
+        asked = clock.ask_seconds(sum_bytes(poll, model_bytes), poll.samples)
+        waited += latest(asked, own, count)
     return waited
 
 
@@ -175,19 +174,15 @@ def client_seconds(
     """Returns the seconds [S] that each client of the cohort takes to train, and to exchange
     and infer what the `reports` say; 0 in an empty slot.
 
-    Args: `reports` have traffic and samples of each slot [S], the model's among them;
-    `model_bytes` is the size of one model; `num_clients` is K.
+    Args: `reports` have bills of the slots [S], the model's among them; `model_bytes` is the size
+    of one model; `num_clients` is K.
     """
-    size = [
-        slot_bytes(entry, model_bytes)
-        for report in reports
-        for entry in (report.traffic, report.early)
-    ]
-    seconds = clock.seconds(cohort, upload, sum(size, jnp.zeros(())))
+    bills, begin = list_bills(reports), jnp.zeros(cohort.ids.shape)
+    size = sum((sum_bytes(bill, model_bytes) for bill in bills), begin)
+    seconds = clock.seconds(cohort, upload, size)
     if clock.ask_seconds is not None:
         nothing = jnp.zeros(num_clients)
-        samples = sum(report.samples for report in reports if report.samples.ndim)
-        each = cohort.put(nothing, samples)
+        each = cohort.put(nothing, sum((bill.samples for bill in bills), begin))
         seconds += cohort.take(clock.ask_seconds(nothing, each))
     return jnp.where(cohort.ids < num_clients, seconds, 0.0)
 

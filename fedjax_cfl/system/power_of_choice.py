@@ -19,9 +19,9 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import check_selection_model, output_loss, training_loss
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.select import groups_of, memoryless, take_quotas
-from fedjax_cfl.types import Cohort, FederatedData, Key, Poll, Selection, State, Task, Upload
+from fedjax_cfl.types import Bill, Cohort, FederatedData, Key, Selection, State, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
@@ -87,12 +87,12 @@ def select_highest(
         drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 
-    def poll(key: Key, state: State, data: FederatedData) -> Poll:
+    def poll(key: Key, state: State, data: FederatedData) -> Bill:
         drawing, _ = jax.random.split(key)
         ids = draw_candidates(drawing, state, data, candidates)
         drawn = jnp.zeros(data.num_clients, jnp.int32).at[ids].set(1, mode="drop")
         inferred = jnp.minimum(data.train.size, batch or data.max_client_samples)
-        return Poll(make_traffic(units_down=drawn, words_up=drawn), drawn * inferred)
+        return make_bill(units_down=drawn, words_up=drawn, samples=drawn * inferred)
 
     return memoryless(select)._replace(poll=poll)
 

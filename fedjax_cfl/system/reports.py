@@ -1,10 +1,15 @@
-"""What a step of a round reports: what was sent, who moved, what failed.
+"""What a step of a round reports: who pays what, who moved, what failed.
 
 Traffic is whole models (the papers' unit u) and 4-byte words of everything else (FlexCFL Fig. 6).
-A count is two uint32 words, (high, low): exact up to 2^64 without 64-bit JAX.
+Only the totals of a run are counts of two uint32 words, (high, low): exact up to 2^64 without
+64-bit JAX.
 
 What is called several times in a round is jitted here, so that it is traced once for each shape.
 """
+
+from collections.abc import Iterable
+from dataclasses import fields
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from fedjax_cfl.types import Cohort, FaultCounts, Params, Report, Traffic
+from fedjax_cfl.types import Bill, Cohort, FaultCounts, Params, Report, Traffic
 
 
 def make_count(value: ArrayLike) -> jax.Array:
@@ -39,12 +44,6 @@ def count_to_int(count: ArrayLike) -> int:
     return (high << 32) + low
 
 
-def count_to_float(count: jax.Array) -> jax.Array:
-    """Returns counts [..., 2] as float32 [...], with its rounding."""
-    high, low = _words_of(count)
-    return high.astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
-
-
 def _words_of(count: jax.Array) -> tuple[jax.Array, jax.Array]:
     return count[..., 0], count[..., 1]
 
@@ -55,47 +54,80 @@ def _add_words(one, other):
 
 
 @jax.jit
-def make_traffic(
+def make_bill(
     units_down: ArrayLike = 0,
     units_up: ArrayLike = 0,
     words_down: ArrayLike = 0,
     words_up: ArrayLike = 0,
-) -> Traffic:
-    """Returns one entry of the ledger. Each argument is a whole number, or one for each
-    slot of a cohort [S].
+    samples: ArrayLike = 0,
+) -> Bill:
+    """Returns a bill. Each argument is of all n payers [n], or one number for each of them; numbers
+    alone are the bill of one.
     """
-    return Traffic(*(make_count(count) for count in (units_down, units_up, words_down, words_up)))
+    given = units_down, units_up, words_down, words_up, samples
+    shape = jnp.broadcast_shapes((1,), *map(jnp.shape, given))
+    assert len(shape) == 1, f"a bill has one axis, that of its payers, not {shape}"
+    kinds = *(jnp.int32,) * 4, jnp.float32
+    each = zip(given, kinds, strict=True)
+    return Bill(*(jnp.broadcast_to(one, shape).astype(kind) for one, kind in each))
+
+
+def no_bill() -> Bill:
+    """Returns the bill of nobody, n = 0."""
+    return make_bill(jnp.zeros(0))
+
+
+def add_bills(*bills: Bill) -> Bill:
+    """Returns the sum of bills of the same payers, or of nobody."""
+    paid = [bill for bill in bills if bill.samples.size]
+    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *paid) if paid else no_bill()
+
+
+def list_bills(reports: Iterable[Report]) -> list[Bill]:
+    """Returns the bills of reports that anybody pays."""
+    bills = [bill for report in reports for bill in (report.bill, report.early)]
+    return [bill for bill in bills if bill.samples.size]
+
+
+def count_arrived(bill: Bill, arrived: jax.Array) -> Bill:
+    """Returns a cohort's bill in which nothing goes up with updates that do not arrive: `arrived`
+    [S] bool says whose does.
+    """
+    if not bill.samples.size:
+        return bill
+    return bill.replace(units_up=bill.units_up * arrived, words_up=bill.words_up * arrived)
+
+
+def sum_bytes(bill: Bill, model_bytes: int) -> jax.Array:
+    """Returns the bytes [n] float32 of each payer, down and up together."""
+    units_down, units_up, words_down, words_up = (
+        count.astype(jnp.float32)
+        for count in (bill.units_down, bill.units_up, bill.words_down, bill.words_up)
+    )
+    return (units_down + units_up) * model_bytes + 4.0 * (words_down + words_up)
+
+
+def no_traffic() -> Traffic:
+    """Returns the traffic of a run in which nothing was sent yet."""
+    return Traffic(*jnp.zeros((4, 2), jnp.uint32))
 
 
 @jax.jit
-def add_traffic(*entries: Traffic) -> Traffic:
-    """Returns the sum of ledger entries, over their slots too."""
-    first, *rest = (jax.tree.map(sum_counts, entry) for entry in entries)
-    for entry in rest:
-        first = jax.tree.map(add_counts, first, entry)
-    return first
+def add_to_ledger(traffic: Traffic, *bills: Bill) -> Traffic:
+    """Returns the traffic, summed over leading axes if it has any, and that of bills together."""
+
+    def add(name: str) -> jax.Array:
+        counts = getattr(traffic, name), *(make_count(getattr(bill, name)) for bill in bills)
+        return reduce(add_counts, map(sum_counts, counts))
+
+    return Traffic(*(add(field.name) for field in fields(Traffic)))
 
 
-def slot_bytes(entry: Traffic, model_bytes: int) -> jax.Array:
-    """Returns the bytes [S] float32, down and up together, of an entry's slots; 0 if it has none.
-    What is of the whole step is no slot's.
-    """
-
-    def of_slots(count: jax.Array) -> jax.Array:
-        return jnp.zeros(()) if count.ndim == 1 else count_to_float(count)
-
-    units, words = (
-        of_slots(down) + of_slots(up)
-        for down, up in ((entry.units_down, entry.units_up), (entry.words_down, entry.words_up))
-    )
-    return units * model_bytes + 4.0 * words
-
-
-def count_bytes(entry: Traffic, model_bytes: int) -> tuple[int, int]:
+def count_bytes(traffic: Traffic, model_bytes: int) -> tuple[int, int]:
     """Returns (bytes down, bytes up) as Python integers, which cannot overflow."""
     units_down, units_up, words_down, words_up = (
         count_to_int(count)
-        for count in (entry.units_down, entry.units_up, entry.words_down, entry.words_up)
+        for count in (traffic.units_down, traffic.units_up, traffic.words_down, traffic.words_up)
     )
     return units_down * model_bytes + 4 * words_down, units_up * model_bytes + 4 * words_up
 
@@ -138,81 +170,23 @@ def add_fault_counts(*counts: FaultCounts) -> FaultCounts:
 
 
 def make_report(
-    traffic: Traffic | None = None,
+    bill: Bill | None = None,
     migrated: ArrayLike = 0,
     fault_counts: FaultCounts | None = None,
     reclustered: ArrayLike = 0,
-    samples: ArrayLike = 0,
-    early: Traffic | None = None,
+    early: Bill | None = None,
 ) -> Report:
-    """Returns a report. By default nothing was sent or inferred, no client changed group and
-    nothing failed.
+    """Returns a report. By default nobody pays, no client changed group and nothing failed.
 
-    Args: `traffic` is what was sent, of the whole step or of each client [K] or slot [S], None:
-    nothing (what a slot sends up arrives with its update, or not at all); `migrated` [] counts
-    the clients that changed group; `fault_counts` is what went wrong, None: nothing;
-    `reclustered` [] counts the clusterings of all clients; `samples`, [], [K] or [S], are those
-    that clients inferred, where one that is trained on counts as `clock.TRAIN_TO_INFERENCE`;
-    `early` is like `traffic`, but arrives whatever happens to the update: clients send it before
-    they train.
+    Args: `bill` is what was sent and inferred (what a slot sends up arrives with its update, or not
+    at all); `migrated` [] counts the clients that changed group; `fault_counts` is what went wrong;
+    `reclustered` [] counts the clusterings of all clients; `early` is like `bill`, but arrives
+    whatever happens to the update: clients send it before they train.
     """
     return Report(
-        make_traffic() if traffic is None else traffic,
-        make_traffic() if early is None else early,
+        no_bill() if bill is None else bill,
+        no_bill() if early is None else early,
         jnp.asarray(migrated, jnp.int32),
         jnp.asarray(reclustered, jnp.int32),
         no_faults() if fault_counts is None else fault_counts,
-        jnp.asarray(samples, jnp.float32),
-    )
-
-
-def add_to_report(report: Report, sent: Traffic) -> Report:
-    """Returns a report to which the traffic `sent` is added, each of the whole step or of each
-    slot [S]. Of the two, what is of the whole step becomes `early`: no slot's update decides
-    whether it arrives.
-    """
-
-    def of_slots(one, other):
-        return add_counts(one, other) if one.ndim == other.ndim else max(one, other, key=jnp.ndim)
-
-    def of_step(one, other):
-        return make_count(0) if one.ndim == other.ndim else min(one, other, key=jnp.ndim)
-
-    def into_first_slot(early, whole):
-        slots = jnp.zeros_like(early)
-        return add_counts(early, whole if early.ndim == whole.ndim else slots.at[0].set(whole))
-
-    whole = jax.tree.map(of_step, report.traffic, sent)
-    return report.replace(
-        traffic=jax.tree.map(of_slots, report.traffic, sent),
-        early=jax.tree.map(into_first_slot, report.early, whole),
-    )
-
-
-def count_arrived(report: Report, arrived: jax.Array) -> Report:
-    """Returns a cohort's report in which nothing goes up with updates that do not arrive:
-    `arrived` [S] bool says whose does. What is of the whole step is no slot's, and stays.
-    """
-
-    def keep(count):
-        return count if count.ndim == 1 else jnp.where(arrived[:, None], count, 0)
-
-    sent = report.traffic
-    return report.replace(
-        traffic=sent.replace(units_up=keep(sent.units_up), words_up=keep(sent.words_up))
-    )
-
-
-@jax.jit
-def add_reports(*reports: Report) -> Report:
-    """Returns the sum of reports, over their clients and slots too; `early` becomes part of the
-    traffic. Its `first_nonfinite` is that of the first report that has a bad update.
-    """
-    return Report(
-        add_traffic(*(entry for report in reports for entry in (report.traffic, report.early))),
-        make_traffic(),
-        jnp.asarray(sum(report.migrated for report in reports), jnp.int32),
-        jnp.asarray(sum(report.reclustered for report in reports), jnp.int32),
-        add_fault_counts(*(report.fault_counts for report in reports)),
-        jnp.asarray(sum(report.samples.sum() for report in reports), jnp.float32),
     )

@@ -16,24 +16,25 @@ from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.system.reports import (
     add_fault_counts,
-    add_reports,
-    add_traffic,
+    add_to_ledger,
     count_arrived,
+    list_bills,
+    make_bill,
     make_count,
     make_report,
-    make_traffic,
+    no_bill,
     no_faults,
     sum_fault_counts,
 )
 from fedjax_cfl.system.select import full_participation, groups_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import (
+    Bill,
     Cohort,
     FaultCounts,
     FederatedData,
     Key,
     Params,
-    Poll,
     Report,
     Selection,
     State,
@@ -45,8 +46,8 @@ class RoundLog(NamedTuple):
     """What one round did apart from changing the state, in the order in which it is known."""
 
     shifted: jax.Array  # [] int32, clients whose data changed at the start of the round
-    migration: Report  # before selection, of the whole or of each client [K]
-    poll: Poll | None = None  # of each client [K], before it was selected
+    migration: Report  # before selection, of all clients [K]
+    poll: Bill  # of all clients [K], for the selection
     planned: tuple[Report, ...] = ()  # of each slot [S], before it trained
     # the state whose models were sent, and the group [S] whose model each client got
     sent_state: State | None = None
@@ -56,12 +57,6 @@ class RoundLog(NamedTuple):
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
     late: jax.Array | None = None  # [] int32, clients that answered after its end
-
-    def add_up(self) -> Report:
-        """Returns the sum of all that was reported."""
-        assert self.training is not None  # the round has ended
-        polled = make_report(self.poll.traffic if self.poll else None)
-        return add_reports(self.migration, *self.planned, self.training, polled)
 
 
 def group_models(state: State) -> Params:
@@ -91,9 +86,9 @@ class System(NamedTuple):
             return state
         return state.replace(received=group_models(state))
 
-    def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Poll | None]:
-        """Returns the clients [k] that the selection takes, only such as are online, and what
-        any did before that.
+    def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Bill]:
+        """Returns the clients [k] that the selection takes, only such as are online, and what all
+        clients [K] did before that.
 
         To the selection, an offline client is one without samples, unless the selection is known
         before the run. If it takes that client all the same, its place in the cohort stays empty.
@@ -104,7 +99,7 @@ class System(NamedTuple):
             size = jnp.where(here.stay > 0, data.train.size, 0)
             data = data.replace(train=data.train.replace(size=size))
         ids = select.select(key, state.selection, state, data)
-        poll = select.poll(key, state, data) if select.poll else None
+        poll = select.poll(key, state, data) if select.poll else no_bill()
         if here is not None:
             ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
         return ids, poll
@@ -147,13 +142,13 @@ class System(NamedTuple):
         assert state is not None and log.sent_group is not None  # the cohort has been trained
         real = cohort.ids < clients
         answered, downloads = real & (counts.dropped == 0), real & ships_model
-        if log.poll is not None:  # who was sent its model by the poll is not sent it again
-            downloads &= cohort.take(log.poll.traffic.units_down)[:, 1] == 0
+        if log.poll.samples.size:  # who was sent its model by the poll is not sent it again
+            downloads &= cohort.take(log.poll.units_down) == 0
         upload = faults.clear_extra(upload, counts.nonfinite > 0)
         waited = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
         duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
         if clock is not None:
-            sent = make_report(make_traffic(units_down=downloads, units_up=answered))
+            sent = make_report(make_bill(units_down=downloads, units_up=answered))
             reports = [sent, *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
             end = clocks.end_round(
@@ -164,26 +159,31 @@ class System(NamedTuple):
             answered &= ~end.gone
             upload = faults.drop_updates(end.late | end.gone, upload)
         report = make_report(
-            make_traffic(units_down=downloads, units_up=answered),
+            make_bill(units_down=downloads, units_up=answered),
             fault_counts=sum_fault_counts(counts, cohort),
         )
-        log = log._replace(planned=tuple(count_arrived(each, answered) for each in log.planned))
-        return upload, log._replace(training=report, seconds=seconds, duration=duration, late=late)
+        planned = tuple(
+            each.replace(bill=count_arrived(each.bill, answered)) for each in log.planned
+        )
+        log = log._replace(planned=planned, training=report)
+        return upload, log._replace(seconds=seconds, duration=duration, late=late)
 
     def close(self, state: State, log: RoundLog) -> tuple[State, dict[str, Any]]:
         """Returns the state after the round's traffic and time, and what of `Info` was reported."""
         assert log.sent_state is not None and log.duration is not None and log.late is not None
-        reports = log.add_up()
+        assert log.training is not None
+        reports = [log.migration, *log.planned, log.training]
+        failed = (report.fault_counts for report in reports)
         reported = {
             "shifted": log.shifted,
-            "migrated": reports.migrated,
-            "reclustered": reports.reclustered,
-            "fault_counts": add_fault_counts(state.start_faults, reports.fault_counts),
+            "migrated": sum(report.migrated for report in reports),
+            "reclustered": sum(report.reclustered for report in reports),
+            "fault_counts": add_fault_counts(state.start_faults, *failed),
             "late": log.late,
             "seconds": log.duration.max(),
         }
         state = state.replace(
-            traffic=add_traffic(state.traffic, reports.traffic),
+            traffic=add_to_ledger(state.traffic, *list_bills(reports), log.poll),
             clock_ms=clocks.advance_clock(state.clock_ms, log.duration),
             start_faults=no_faults(),
         )

@@ -46,7 +46,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import check_classes, train_label_counts
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, Round, Start, StartFn
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.system.reports import add_reports, add_to_report, make_report, make_traffic
+from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import (
@@ -101,8 +101,9 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         check_classes(data.num_classes, "algorithm=fesem_ma", "use algorithm=fesem")
         counts = train_label_counts(data)
         memory = initial.memory.replace(counts=counts)
-        sent = make_report(make_traffic(words_up=counts.size * words))
-        return initial._replace(memory=memory, report=add_reports(initial.report, sent))
+        sent = make_bill(words_up=jnp.full(len(counts), counts[0].size * words))
+        report = initial.report.replace(bill=add_bills(initial.report.bill, sent))
+        return initial._replace(memory=memory, report=report)
 
     return start
 
@@ -115,8 +116,9 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
     def with_counts(r: Round) -> tuple[jax.Array, Report]:
         data = r.data
         gid, report = assign(r)
-        real = (r.cohort.ids < data.num_clients).astype(jnp.int32)
-        return gid, add_to_report(report, make_traffic(words_up=real * data.num_classes * words))
+        real = r.cohort.ids < data.num_clients
+        sent = make_bill(words_up=real * data.num_classes * words)
+        return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return with_counts
 

@@ -20,7 +20,7 @@ from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
-from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task
@@ -107,12 +107,12 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
                 keys[2], points, stored_weights(memory)
             )
             centers, _ = group_mean(stored_weights(memory), labels, delta, m)
-            sent = make_traffic(units_down=clients, units_up=clients)
+            sent = make_bill(*jnp.ones((2, clients), jnp.int32))  # a model down and one up
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
                 memory=memory.replace(models=jax.tree.map(jnp.add, common, delta)),
-                report=report.replace(traffic=sent),
+                report=make_report(sent, fault_counts=report.fault_counts),
             )
 
         return start

@@ -46,7 +46,7 @@ from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, S
 from fedjax_cfl.round.aggregate import q_fair, uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, keep_groups
-from fedjax_cfl.system.reports import add_traffic, make_report
+from fedjax_cfl.system.reports import add_bills, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import (
@@ -149,7 +149,7 @@ def cluster_at_start(
         points = representation.compute(shared, data, alive)
         labels, active = rule.cluster(keys[2], points, alive, m, representation.metric)
         centers, _ = cluster_means(points, labels, alive, m)
-        sent = add_traffic(
+        sent = add_bills(
             representation.setup(shared, data.num_clients),
             representation.report(alive, points.shape[1]),
         )
@@ -194,10 +194,11 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         trigger = rule.trigger.update(memory.trigger, fired, state.memory.centers)
         trigger = jax.tree.map(partial(jnp.where, heard_of), trigger, memory.trigger)
         state = state.replace(memory=state.memory.replace(trigger=trigger))
+        samples = representation.inferences * asked * data.train.size
         sent = representation.report(drifted, points.shape[1])
+        sent = add_bills(sent, make_bill(samples=samples))
         migrated = jnp.sum(drifted & (moves.labels != old))
-        inferred = representation.inferences * asked * data.train.size
-        return state, make_report(sent, migrated, reclustered=fired, samples=inferred)
+        return state, make_report(sent, migrated, reclustered=fired)
 
     def migrate(r: Round) -> tuple[State, Report]:
         state, data = r.state, r.data
@@ -206,11 +207,11 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         changed = state.memory.pending | data.shifted
         asked = changed & state.memory.heard & (data.train.size > 0)
         state = state.replace(memory=state.memory.replace(pending=changed & ~asked))
-        nothing = representation.report(jnp.zeros_like(asked), state.memory.centers.shape[1])
+        nothing = make_report(make_bill(jnp.zeros(data.num_clients)))
         return lax.cond(
             jnp.any(asked),
             lambda state: event(r.key, state, data, asked),
-            lambda state: (state, make_report(nothing, samples=jnp.zeros(data.num_clients))),
+            lambda state: (state, nothing),
             state,
         )
 

@@ -22,9 +22,9 @@ from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_traffic
+from fedjax_cfl.system.reports import make_bill, no_bill
 from fedjax_cfl.tree import drop_statistics
-from fedjax_cfl.types import FederatedData, Key, Task, Traffic
+from fedjax_cfl.types import Bill, FederatedData, Key, Task
 from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
 
 
@@ -37,9 +37,9 @@ class Representation(NamedTuple):
     compute: Callable[[Any, FederatedData, jax.Array], jax.Array]
     metric: MetricFn  # the distance of two points, unless the settings name another
     # (who [K] bool, p) -> what the reports of each client [K] take
-    report: Callable[[jax.Array, int], Traffic]
-    # (shared, K) -> what sending `shared` to each client [K] takes
-    setup: Callable[[Any, int], Traffic]
+    report: Callable[[jax.Array, int], Bill]
+    # (shared, K) -> what sending `shared` to each client [K] takes, or nobody's bill
+    setup: Callable[[Any, int], Bill]
     # what computing a point takes: samples inferred for each sample of the client
     inferences: int = 0
 
@@ -50,9 +50,9 @@ MakeRepresentation = Callable[[Task, Local], Representation]
 OTHERS = "use represent=gradient, or another algorithm, as ifca"  # without classes
 
 
-def send_words(who: jax.Array, length: int) -> Traffic:
-    """Returns the traffic [K] of reports of `length` words by the clients `who` [K] bool."""
-    return make_traffic(words_up=who * length)
+def send_words(who: jax.Array, length: int) -> Bill:
+    """Returns the bill [K] of reports of `length` words by the clients `who` [K] bool."""
+    return make_bill(words_up=who * length)
 
 
 def label_shares(task: Task, local: Local) -> Representation:
@@ -70,7 +70,7 @@ def label_shares(task: Task, local: Local) -> Representation:
         lambda shared, data, who: train_label_shares(data),
         l1,
         send_words,
-        lambda shared, clients: make_traffic(),
+        lambda shared, clients: no_bill(),
     )
 
 
@@ -218,8 +218,8 @@ def gradient(
             init,
             compute,
             squared_euclidean,
-            lambda who, length: make_traffic(units_up=who),
-            lambda shared, clients: make_traffic(units_down=jnp.ones(clients, jnp.int32)),
+            lambda who, length: make_bill(units_up=who),
+            lambda shared, clients: make_bill(units_down=jnp.ones(clients)),
             inferences=TRAIN_TO_INFERENCE,
         )
 
@@ -277,7 +277,7 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
     return drawn.reshape(-1), weight.reshape(-1)
 
 
-def send_shared(shared: Any, clients: int) -> Traffic:
-    """Returns the traffic [K] of sending a network to every client."""
+def send_shared(shared: Any, clients: int) -> Bill:
+    """Returns the bill [K] of sending a network to every client."""
     words = sum(leaf.size for leaf in jax.tree.leaves(shared))
-    return make_traffic(words_down=jnp.full(clients, words))
+    return make_bill(words_down=jnp.full(clients, words))

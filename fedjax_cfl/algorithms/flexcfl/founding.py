@@ -21,7 +21,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.method import AssignFn, Start, StartFn
 from fedjax_cfl.round.start import GroupCount
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
 from fedjax_cfl.validation import PositiveInt, check_arguments
@@ -162,14 +162,14 @@ def group_cold_start(
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
         counts = (gid >= 0).astype(jnp.float32)
         directions, founders = group_mean(counts, gid, upload.delta, groups.size)
-        drawn = jnp.sum(ids < clients)
-        sent = make_traffic(units_down=drawn * (1 + groups.used), units_up=drawn)
+        drawn = cohort.ids < clients
+        sent = make_bill(units_down=drawn * (1 + groups.used), units_up=drawn)
         return Start(
             groups=jax.tree.map(jnp.add, initial, founding.group_start(directions)),
             active=groups.active,
             assignment=cohort.put(jnp.full(clients, -1, jnp.int32), gid),
             memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
-            report=make_report(sent, fault_counts=report.fault_counts),
+            report=report.replace(bill=add_bills(report.bill, sent)),
         )
 
     return start

@@ -9,7 +9,7 @@ from fedjax_cfl.algorithms.ifca.start import MakeStart, independent_models
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.method import AggregateFn
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.system.reports import add_fault_counts, add_traffic, sum_rounds
+from fedjax_cfl.system.reports import add_fault_counts, add_to_ledger, sum_rounds
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
@@ -56,7 +56,7 @@ def ifca_restarts(
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
         chosen = take_rows(groups, best)
         state = algorithm.init(key, data).replace(
-            groups=chosen, traffic=add_traffic(sent), start_faults=sum_rounds(faults)
+            groups=chosen, traffic=add_to_ledger(sent), start_faults=sum_rounds(faults)
         )
         return as_system(system).init_received(state)
 

@@ -15,7 +15,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import random_groups
-from fedjax_cfl.system.reports import make_report, make_traffic
+from fedjax_cfl.system.reports import add_bills, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Cohort, FederatedData, Key, Task
@@ -73,8 +73,7 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
                 return attempt + 1, draw(jax.random.fold_in(key, attempt), data).groups
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, None)))
-            answers = drawn * real.sum()
-            sent = make_traffic(units_down=answers * m, words_up=answers)
+            sent = make_bill(units_down=drawn * real * m, words_up=drawn * real)
             return Start(groups, report=make_report(sent))
 
         return start
@@ -107,9 +106,8 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
             return (best_loss, farthest), chosen
 
         _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=m)
-        clients = real.sum()
-        sent = make_traffic(clients * (1 + m), clients, words_up=clients * m)
-        groups = take_rows(models, chosen)
-        return Start(groups, report=report.replace(traffic=sent))
+        sent = make_bill(real * (1 + m), real, words_up=real * m)
+        report = report.replace(bill=add_bills(report.bill, sent))
+        return Start(take_rows(models, chosen), report=report)
 
     return start

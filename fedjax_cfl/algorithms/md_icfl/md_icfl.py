@@ -34,11 +34,12 @@ from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, 
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, keep_groups, random_groups
-from fedjax_cfl.system.reports import add_traffic, make_report, make_traffic
+from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, no_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, take_rows, where_rows
 from fedjax_cfl.types import (
     Algorithm,
+    Bill,
     Cohort,
     FederatedData,
     Key,
@@ -46,7 +47,6 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
-    Traffic,
 )
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
@@ -60,8 +60,8 @@ class Privacy(NamedTuple):
     """Who learns the label shares of the clients, and what that costs."""
 
     init: Callable[[FederatedData], Any]  # (data) -> memory
-    # (memory, data, cohort, answered [S] bool, m) -> (label shares [S, C], memory, Traffic)
-    weigh: Callable[..., tuple[jax.Array, Any, Traffic]]
+    # (memory, data, cohort, answered [S] bool, m) -> (label shares [S, C], memory, Bill)
+    weigh: Callable[..., tuple[jax.Array, Any, Bill]]
 
 
 class LabelShares(struct.PyTreeNode):
@@ -86,7 +86,7 @@ def init_label_shares(data: FederatedData) -> LabelShares:
 
 def send_label_shares(
     memory: LabelShares, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
-) -> tuple[jax.Array, LabelShares, Traffic]:
+) -> tuple[jax.Array, LabelShares, Bill]:
     """Keeps the label shares that each client sends with its first model (Algorithm 1), see
     `charge_label_shares`.
 
@@ -98,7 +98,7 @@ def send_label_shares(
     rows = jnp.where(first, client, data.num_clients)
     share = memory.share.at[rows].set(train_label_shares(data)[client], mode="drop")
     memory = LabelShares(share, memory.known.at[rows].set(True, mode="drop"))
-    return share[client], memory, make_traffic()
+    return share[client], memory, no_bill()
 
 
 def charge_label_shares(r: Round) -> tuple[Work, Report]:
@@ -106,19 +106,19 @@ def charge_label_shares(r: Round) -> tuple[Work, Report]:
     `PrepareFn`).
     """
     unknown = ~r.cohort.take(r.state.memory.labels.known) & (r.cohort.take(r.data.train.size) > 0)
-    return r.work, make_report(make_traffic(words_up=jnp.where(unknown, r.data.num_classes, 0)))
+    return r.work, make_report(make_bill(words_up=unknown * r.data.num_classes))
 
 
 def send_distances(
     memory: tuple, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
-) -> tuple[jax.Array, tuple, Traffic]:
+) -> tuple[jax.Array, tuple, Bill]:
     """Lets each client weigh its class-wise distances itself (Algorithm 2): it receives m C
     words, and sends the number of its group, one word.
 
     Args: as those of `send_label_shares`; `memory` is ().
     """
-    client, asked = jnp.minimum(cohort.ids, data.num_clients - 1), answered.sum()
-    sent = make_traffic(words_down=asked * m * data.num_classes, words_up=asked)
+    client = jnp.minimum(cohort.ids, data.num_clients - 1)
+    sent = make_bill(words_down=answered * m * data.num_classes, words_up=answered)
     return train_label_shares(data)[client], memory, sent
 
 
@@ -192,8 +192,8 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
         own, m = (upload.start_group, upload.delta), state.active.size
         distance = measure(r.cohort, data, (state.groups, samples), own)
         share, labels, sent = privacy.weigh(memory.labels, data, r.cohort, answered, m)
-        sent = add_traffic(state.traffic, sent)
-        state = state.replace(memory=GroupSearch(labels, kept), traffic=sent)
+        traffic = add_to_ledger(state.traffic, sent)
+        state = state.replace(memory=GroupSearch(labels, kept), traffic=traffic)
         return state, jnp.where(answered, nearest_group(share, distance, r.group), r.group)
 
     return regroup
