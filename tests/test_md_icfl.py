@@ -11,6 +11,7 @@ from conftest import FEATURES, at_once, matrix, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
+from fedjax_cfl.method import Round
 from fedjax_cfl.algorithms.md_icfl.md_icfl import (
     STRONG,
     WEAK,
@@ -287,7 +288,7 @@ def refilled(linear, toy, local, models, rule, groups, round=1):
     state = at_once(algorithm.init, KEY, toy).replace(
         groups=models, assignment=jnp.asarray(groups, jnp.int32), round=jnp.int32(round)
     )
-    after, report = at_once(refill_empty_groups(linear, rule), KEY, state, toy)
+    after, report = at_once(refill_empty_groups(linear, rule), Round(KEY, state, toy))
     assert after.assignment.tolist() == list(groups) and not report.migrated
     chex.assert_trees_all_equal(after.replace(groups=models), state)
     return after.groups

@@ -217,7 +217,7 @@ def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
         if rule:
             check_rule(make, toy, key, 3)
         else:
-            why = "; use 0" if name == "nonfed" else ": its start puts every client"
+            why = "; use 0" if name == "nonfed" else ": every client of the run gets its group"
             with pytest.raises(InputError, match=f"no rule for new clients{why}"):
                 check_rule(make, toy, key, 3)
 
