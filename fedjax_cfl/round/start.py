@@ -1,4 +1,4 @@
-"""Starts that methods share, see `hooks.StartFn`, and whose samples they read."""
+"""Starts that methods share, see `method.StartFn`, and whose samples they read."""
 
 from collections.abc import Callable
 from typing import NamedTuple
