@@ -71,7 +71,7 @@ def draw_problem() -> None:
 
 
 def draw_round() -> None:
-    """One round: what the server and the clients do, and the hook that says how."""
+    """One round: what the server and the clients do, and which function of a method says how."""
     figure, axes = plt.subplots(figsize=(10, 4.1), layout="constrained")
     axes.set(xlim=(0, 100), ylim=(0, 41))
     axes.axis("off")

@@ -5,35 +5,21 @@ import jax
 import jax.numpy as jnp
 
 import fedjax_cfl as cfl
-from fedjax_cfl.client.cohort import over_clients
-from fedjax_cfl.client.objective import training_loss
-from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import every_round
 from fedjax_cfl.data.drift import Drift
-from fedjax_cfl.method import Method
-from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import random_groups
-from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.select import current_groups
 
 ROUNDS = 30
 cfl.use_cpu_cores()
 
 
-def sticky_ifca(task, local, system, *, m: int, gain: float = 0.1):
+def sticky_ifca(task, local, system, *, m, gain=0.1):
     """IFCA whose clients change groups only for a loss that is lower by the share `gain`."""
-    losses = over_clients(training_loss(task), local.execution)
 
-    def choose(r):
-        loss = losses(r.cohort, r.data, r.state.groups)  # [S, m]: every client, every model
-        best = jnp.argmin(loss, axis=1)  # [S]
-        old = current_groups(r.state, r.cohort)  # [S], -1 for a newcomer
-        old_loss = jnp.take_along_axis(loss, jnp.maximum(old, 0)[:, None], axis=1)[:, 0]
-        stay = (old >= 0) & (loss.min(axis=1) > (1 - gain) * old_loss)
-        return jnp.where(stay, old, best), make_report()
+    def choose(loss, old):  # [S, m]: the losses of all models; [S]: the present group, -1 if none
+        best = loss.argmin(1)
+        kept = jnp.take_along_axis(loss, old.clip(0)[:, None], 1)[:, 0]
+        return jnp.where((old >= 0) & (loss.min(1) > (1 - gain) * kept), old, best)
 
-    hooks = Method(sgd(task, local), start=random_groups(task, m), assign=every_round(choose))
-    return federated(task, local, system, hooks)
+    return cfl.clustered(task, local, system, m=m, choose=choose)
 
 
 def rename_labels(at: int):

@@ -11,7 +11,6 @@ from conftest import FEATURES, at_once, matrix, spent
 from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
-from fedjax_cfl.method import Round
 from fedjax_cfl.algorithms.md_icfl.md_icfl import (
     STRONG,
     WEAK,
@@ -26,6 +25,7 @@ from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.keys import REGROUP, derive_keys
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.simulation.metrics import ari

@@ -126,7 +126,8 @@ def add_change(solve: ClientFn, change: StepChange) -> ClientFn:
     if not (isinstance(solve, Partial) and isinstance(solve.func, LocalSGD)):
         raise InputError(
             f"personal={option_of(change.name)}: changes the steps of the clients' SGD, but clients"
-            " of this method train in another way; use personal=ditto, or another algorithm"
+            " of this method, or with the layers before it, train in another way; name it first, or"
+            " use personal=ditto, or another algorithm"
         )
     before, *rest = solve.args
     other = next((old.name for old in before if old.step and change.step), None)

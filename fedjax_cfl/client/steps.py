@@ -147,11 +147,8 @@ def direct_loop(
 
     Args: at most one of `changes` has a `step`; `training.rows` has the row of each layer.
     """
+    training = change_objective(training, changes)
     rows, start, plan = training.rows, training.start, training.plan
-    for change in changes:
-        if change.objective is not None:
-            objective = change.objective(training.objective, start, rows[change.name])
-            training = training._replace(objective=objective)
     directions = tuple(rows[change.name] for change in changes if change.corrects)
     accumulates = not changes and can_accumulate(training)
     plain = StepChange("", step=accumulate if accumulates else plain_step)
@@ -166,15 +163,7 @@ def direct_loop(
 
     def take(number, model, row, velocities):
         losses = [loss_of_step(locate(number, batch)) for batch in range(batches)]
-
-        def slope(params: Params, batch: int = 0) -> tuple[jax.Array, Params]:
-            def loss(params: Params) -> tuple[jax.Array, jax.Array]:
-                mean, total = losses[batch](params)
-                return -training.lr * mean if accumulates else mean, total
-
-            (_, total), gradient = jax.value_and_grad(loss, has_aux=True)(params)
-            return total, gradient
-
+        slope = make_slope(losses, -training.lr if accumulates else None)
         step = Step(training, slope, number, model, velocities, directions)
         model, row, *totals = advance(step, model, row)
         if directions and not step.is_followed:
@@ -193,15 +182,7 @@ def direct_loop(
     def end(carry):
         model, row, _, losses = carry
         delta = jax.tree.map(jnp.subtract, model, start)
-        kept = {change.name: rows[change.name] for change in changes if change.name in rows}
-        if stepping.name in kept:
-            kept[stepping.name] = row
-        kept |= {
-            change.name: change.keep(training, kept[change.name], delta)
-            for change in changes
-            if change.keep is not None
-        }
-        return delta, jnp.stack(losses), kept
+        return delta, jnp.stack(losses), new_rows(training, changes, {stepping.name: row}, delta)
 
     row = rows.get(stepping.name, ())
     velocities = no_velocity(training.local, start), ()
@@ -219,6 +200,49 @@ def check_correction(changes: tuple[StepChange, ...], stepping: StepChange) -> N
         f"personal: {stepping.name} moves its group's model by itself, not by c.sgd or c.follow, so"
         f" that {names[0]} cannot correct it; use one of the two"
     )
+
+
+def change_objective(training: Training, changes: tuple[StepChange, ...]) -> Training:
+    """Returns the training with the objective that layers make of the client's."""
+    for change in changes:
+        if change.objective is not None:
+            row = training.rows[change.name]
+            objective = change.objective(training.objective, training.start, row)
+            training = training._replace(objective=objective)
+    return training
+
+
+def make_slope(losses: list[Callable[..., Any]], factor: Any) -> Callable[..., Any]:
+    """Returns (model, number of a mini-batch) -> (summed loss, gradient of the mean loss, times
+    `factor` unless None). `losses` are those of `batch_losses`, for each mini-batch of a step.
+    """
+
+    def slope(params: Params, batch: int = 0) -> tuple[jax.Array, Params]:
+        def loss(params: Params) -> tuple[jax.Array, jax.Array]:
+            mean, total = losses[batch](params)
+            return mean if factor is None else factor * mean, total
+
+        (_, total), gradient = jax.value_and_grad(loss, has_aux=True)(params)
+        return total, gradient
+
+    return slope
+
+
+def new_rows(
+    training: Training, changes: tuple[StepChange, ...], stepped: dict[str, Any], delta: Params
+) -> dict[str, Any]:
+    """Returns by layer the row of a client after its last step.
+
+    Args: `stepped` has the row that the steps have made, by layer; `delta` is trained - received.
+    """
+    rows = training.rows
+    kept = {change.name: rows[change.name] for change in changes if change.name in rows}
+    kept |= {name: row for name, row in stepped.items() if name in kept}
+    return kept | {
+        change.name: change.keep(training, kept[change.name], delta)
+        for change in changes
+        if change.keep is not None
+    }
 
 
 def can_accumulate(training: Training) -> bool:

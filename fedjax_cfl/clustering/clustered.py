@@ -3,6 +3,7 @@ clients measure.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -114,7 +115,7 @@ def clustered(
         once: True: a client is asked when it takes part for the first time, and keeps its group.
         regroup: once updates are known, (r) -> groups [S] of the cohort, or (state, groups), see
             `method.Round`: `r.upload.delta` are the updates, `r.group` the groups that trained.
-        detector: finds clients whose label counts shifted, which choose again before the round:
+        detector: finds clients whose label counts shifted, which `choose` again before the round:
             `clustering.migrate.tv` and others; None: nobody does. `charge` names who pays for it.
         start: the first group models, by default m independent random ones; with `found` one for
             all groups.
@@ -133,26 +134,21 @@ def clustered(
                 return jnp.where((old >= 0) & (least > (1 - gain) * kept), old, best)
             return cfl.clustered(task, local, system, m=m, choose=choose)
     """
-    check_choice(choose, cluster, found, detector, memory, once)
     groups, asked = count_groups(m, max_m), measure(task, local)
+    check_choice(locals(), asked)
     if found is not None:
-        if groups.is_padded:
-            raise InputError("max_m: has no meaning with found; leave it out")
         begin, move = found_groups(task, local, groups.size, asked, found)
         assign: AssignFn = keep_groups
     else:
-        choose_groups = ask_cohort(local, asked, choose or least_loss, cluster)
-        assign = ask_newcomers(choose_groups) if once else choose_groups
-        begin, move = start or random_groups(task, groups.size), None
+        ask = partial(ask_cohort, local, asked, choose or least_loss, cluster)
+        assign = ask_newcomers(ask()) if once else ask()
+        begin, move = use_groups(start or random_groups(task, groups.size), groups.active), None
         if detector is not None:
-            charged = ask_cohort(local, asked, choose or least_loss, cluster, sends=False)
-            move = on_shift(charged, local, detector, asked.models(m), charge)
+            move = on_shift(ask(sends=False), local, detector, asked.models(m), charge)
             memory = init_shift_memory
     method = Method(
         solve or sgd(task, local),
-        start=lambda key, data: (
-            begin(key, data)._replace(active=groups.active) if found is None else begin(key, data)
-        ),
+        start=begin,
         memory=memory,
         migrate=move,
         assign=assign,
@@ -167,21 +163,39 @@ def clustered(
     return algorithm._replace(serve=groups.serve) if found is None else algorithm
 
 
-def check_choice(
-    choose: Any, cluster: Any, found: Any, detector: Any, memory: Any, once: bool
-) -> None:
-    """Raises InputError for settings of `clustered` that contradict each other."""
-    given = {"choose": choose, "cluster": cluster, "found": found}
-    names = [name for name, value in given.items() if value is not None]
+def check_choice(settings: dict[str, Any], measure: Measure) -> None:
+    """Raises InputError for `settings` of `clustered`, by name, that contradict each other."""
+    given = {name for name, value in settings.items() if value is not None and value is not False}
+    names = sorted(given & {"choose", "cluster", "found"})
     if len(names) > 1:
         raise InputError(f"clustered: takes one of choose, cluster and found, not {names}")
-    if detector is not None and (memory is not None or found is not None):
-        other = "memory" if memory is not None else "found"
-        raise InputError(f"clustered: detector cannot be used with {other}; leave out one of them")
-    if found is not None and (once or memory is not None):
+    others = sorted(given & {"cluster", "found", "memory"})
+    if "detector" in given and others:
         raise InputError(
-            "clustered: found asks each client once already; leave out once and memory"
+            "clustered: detector makes clients choose again for themselves, and needs the memory;"
+            f" leave out {' and '.join(others)}"
         )
+    unused = sorted(given & {"max_m", "memory", "once", "start"})
+    if "found" in given and unused:
+        raise InputError(
+            "clustered: found asks each client once, before round 0, of one model; leave out"
+            f" {' and '.join(unused)}"
+        )
+    if not names and not measure.of_groups:
+        raise InputError(
+            "clustered: only losses name the model of least loss; to choose by another measure,"
+            " give choose, cluster or found"
+        )
+
+
+def use_groups(start: StartFn, active: jax.Array) -> StartFn:
+    """Returns `start` with the groups `active` [m] bool in use, unless it says which are."""
+
+    def begin(key: Key, data: FederatedData) -> Start:
+        begun = start(key, data)
+        return begun._replace(active=active) if begun.active is None else begun
+
+    return begin
 
 
 def least_loss(loss: jax.Array, old: jax.Array) -> jax.Array:

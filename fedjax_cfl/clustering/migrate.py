@@ -1,5 +1,5 @@
 """Clients whose data have changed: which they are, and how they move to other groups before a
-round's selection (a `MigrateFn`, see `hooks`).
+round's selection (a `MigrateFn`, see `method`).
 
 Detectors are functions (counts, reference, initial_size) -> detected [K] bool. counts and
 reference [K, C] are each client's training samples per label, now and when it was last assigned

@@ -1,5 +1,5 @@
 """What a client keeps for itself, over any method: one file per idea, one function (...) ->
-`Personal` per method. `Local.personal` takes it.
+`Method` per layer. `Local.personal` takes one or several.
 """
 
 import sys

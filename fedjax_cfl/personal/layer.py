@@ -55,7 +55,8 @@ def layer(
         serve: (own, model of its group) -> the model that a client uses and is tested on; None:
             its group's.
 
-    Raises InputError where not exactly one of `step` and `own_step` is given.
+    Raises InputError where not exactly one of `step` and `own_step` is given, and for `epochs`
+    without `own_step`.
 
     Example (Ditto, Li et al., ICML 2021, Algorithm 1):
 
@@ -67,6 +68,8 @@ def layer(
     """
     if (step is None) == (own_step is None):
         raise InputError(f"layer {name!r}: takes step or own_step, exactly one of the two")
+    if epochs is not None and own_step is None:
+        raise InputError(f"layer {name!r}: epochs are those of own_step; leave them out")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         if step is not None:
@@ -85,13 +88,16 @@ def chain(*parts: Any) -> Any:
     clients are tested on (Ditto, APFL, ...), and at most one may correct their training (SCAFFOLD,
     FedDyn). Raises InputError, when the method is built, for layers that do not fit.
     """
-    method, *layers = parts
+    method, *layers = parts or (None,)
+    rule = (
+        "the first part is a method, such as cfl.algorithms.ifca, and layers follow, such as"
+        " cfl.personal.ditto()"
+    )
+    if not callable(method):
+        raise InputError(f"chain: {getattr(method, 'name', None) or method!r} is no method; {rule}")
     for part in layers:
         if not isinstance(part, Method):
-            raise InputError(
-                f"chain: {part!r} is no layer; the first part is a method, such as"
-                " cfl.algorithms.ifca, and layers follow, such as cfl.personal.ditto()"
-            )
+            raise InputError(f"chain: {part!r} is no layer; {rule}")
 
     def chained(task: Task, local: Local, system: Any, **settings: Any) -> Algorithm:
         return method(task, local.replace(personal=(*local.layers, *layers)), system, **settings)

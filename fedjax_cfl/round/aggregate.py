@@ -1,4 +1,4 @@
-"""Server aggregation: each function is an `AggregateFn` (see `hooks`) or returns one; the server's
+"""Server aggregation: each function is an `AggregateFn` (see `method`) or returns one; the server's
 step with what they return, and how far from it each update is.
 
 The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.

@@ -231,11 +231,11 @@ def join_few(texts: Iterable[str]) -> str:
 
 
 def check_tracing(trial: Trial) -> Iterator[str]:
-    """Method are functions of arrays whose values are not known yet."""
+    """The functions of a method are of arrays whose values are not known yet."""
     for failure in trial.failures:
         yield (
             f"{failure}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if,"
-            " int() or NumPy, and the shapes that the hooks' docstrings say"
+            " int() or NumPy, and the shapes that the docstrings of `method.py` say"
         )
 
 

@@ -138,7 +138,7 @@ def check_groups_exist(done: int, index: np.ndarray, num_models: int) -> None:
     if unknown.size:
         raise RunError(
             f"round {done}: client {unknown[0]} is in group {index[unknown[0]]}; the method has"
-            f" {num_models}, and its hooks must name one of 0 to {num_models - 1}"
+            f" {num_models}, and its functions must name one of 0 to {num_models - 1}"
         )
 
 

@@ -1,5 +1,5 @@
 """The simulated system of a run: which clients are online, what fails, how long a round takes,
-and what it sends. Method are not given it: those that read the selection, or what is done with
+and what it sends. Methods are not given it: those that read the selection, or what is done with
 updates that are not finite (`clustering.assign.train_without_recording`), were made with it.
 """
 
