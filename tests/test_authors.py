@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import CLASSES, SIZES, ledger, nightly, one_line, spent, with_execution
-from fedjax_cfl.round.groups import current_groups
 from test_inference_time import EVERYBODY, slowest, timed  # noqa: F401
 from test_reference import cross_entropy, gradient, mean, models_of, samples
 
@@ -28,6 +27,7 @@ from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.system.devices import fedscale_clock
+from fedjax_cfl.system.select import current_groups
 
 KEY = jax.random.key(5)
 SIZE, LATE = np.array(SIZES), [1, 4, 9]
