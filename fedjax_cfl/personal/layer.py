@@ -88,13 +88,13 @@ def chain(*parts: Any) -> Any:
     clients are tested on (Ditto, APFL, ...), and at most one may correct their training (SCAFFOLD,
     FedDyn). Raises InputError, when the method is built, for layers that do not fit.
     """
-    method: Any = parts[0] if parts else None
+    method: Callable[..., Algorithm] | None = parts[0] if parts else None
     layers = parts[1:]
     rule = (
         "the first part is a method, such as cfl.algorithms.ifca, and layers follow, such as"
         " cfl.personal.ditto()"
     )
-    if not callable(method):
+    if method is None or not callable(method):
         raise InputError(f"chain: {getattr(method, 'name', None) or method!r} is no method; {rule}")
     for part in layers:
         if not isinstance(part, Method):
