@@ -19,6 +19,7 @@ from test_reference import batches_of, mean, models_of, samples, trained
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.pacfl import angles, class_directions, leading_directions, pacfl
+from fedjax_cfl.clustering.measure import Question
 from fedjax_cfl.clustering.one_shot import join_or_found
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import SELECT, derive_key
@@ -26,6 +27,7 @@ from fedjax_cfl.method import Round
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import make_bill
+from fedjax_cfl.types import Cohort
 
 
 def vectors_of(data, client, count):
@@ -71,7 +73,8 @@ def spread(toy):
 def test_angles_are_those_of_singular_vectors(spread, local, kind, count):
     """Clients of one sample of a class have one vector of it."""
     able = spread.train.size > 0
-    bases = jax.jit(class_directions(local, count))(spread, able)
+    measure, cohort = class_directions(None, local, count), Cohort(jnp.arange(14), jnp.arange(14))
+    bases = jax.jit(lambda data: measure.ask(Question(KEY, (), (), data, cohort, {})))(spread)
     apart = np.asarray(angles(bases, kind))
     assert not np.asarray(bases)[2].any()
     for i in np.flatnonzero(able):

@@ -20,21 +20,18 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
-from fedjax_cfl.client.cohort import ClientFn, map_clients
+from fedjax_cfl.client.cohort import ClientFn, over_clients
 from fedjax_cfl.client.executor import Program, then
-from fedjax_cfl.client.local import Local, Work, count_steps
+from fedjax_cfl.client.local import Local, count_steps, full_work
 from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.distances import euclidean
-from fedjax_cfl.clustering.hierarchical import largest_gap
-from fedjax_cfl.clustering.one_shot import DescribeFn, cluster_at_start, join_or_found
+from fedjax_cfl.clustering.hierarchical import agglomerate_values, largest_gap
+from fedjax_cfl.clustering.measure import Measure, Question
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.method import Method
-from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Task, Upload
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task, Upload, Work
 from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, check_arguments
 
 
@@ -61,34 +58,34 @@ def fedclust(
     check_arguments(fedclust, locals(), "algorithm")
     if layers == "last" and "head" not in jax.eval_shape(task.init, jax.random.key(0)):
         raise InputError("algorithm.layers=last: the model has no layer named head; use all")
-    mesh, begin = local.execution.mesh, local.replace(personal=None)
+    limit = partial(largest_gap, linkage) if threshold is None else threshold
+    begin = local.replace(personal=None)
     if epochs is not None:
         begin = begin.replace(epochs=epochs, steps=None)
-    describe = train_first(task, begin, layers)
-    limit = partial(largest_gap, linkage) if threshold is None else threshold
-
-    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
-        samples = TRAIN_TO_INFERENCE * begin.batch_size * count_steps(begin, data.train.size)
-        return make_bill(who, words_up=who * points.shape[1], samples=who * samples)
-
-    start = cluster_at_start(task, m, describe, bill, euclidean, linkage, limit, mesh)
-    join = join_or_found(describe, bill, euclidean, None, mesh)
-    hooks = Method(sgd(task, local), start=start, migrate=join, assign=keep_groups)
-    return federated(task, local, system, hooks)
+    return clustered(
+        task,
+        local,
+        system,
+        m=m,
+        measure=lambda task, local: measure_moves(task, begin, layers),
+        found=agglomerate_values(euclidean, m, linkage, limit),
+    )
 
 
-def train_first(task: Task, local: Local, layers: str) -> DescribeFn:
-    """Returns what describes clients by how far they move the `layers` of the first model, of which
-    distances are those of the layers that they send.
-
-    Args: as those of `fedclust`; `local` is how clients train it.
+def measure_moves(task: Task, local: Local, layers: str) -> Measure:
+    """Measures how far clients move the `layers` of the first model, of which distances are those
+    of the layers that they send. `local` is how they train it.
     """
     move = Partial(partial(move_layers, layers), as_pytree(sgd(task, local)))
+    each = over_clients(move, local.execution)
 
-    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
-        return map_clients(move, local.execution, (key, first), data, who)
+    def ask(q: Question) -> jax.Array:
+        return each(q.cohort, q.data, (q.key, q.models), full_work(jnp.zeros_like(q.cohort.ids)))
 
-    return describe
+    def trained(size: jax.Array) -> jax.Array:
+        return TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
+
+    return Measure(ask, lambda groups: 1, trained, of_groups=False)
 
 
 def move_layers(

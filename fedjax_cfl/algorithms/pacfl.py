@@ -12,7 +12,6 @@ dimensions, gives fewer; clients that come later join the group of least mean an
 where the code clusters all clients at the start.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -20,19 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.client.cohort import client_range, map_clients
+from fedjax_cfl.client.cohort import client_range, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.one_shot import cluster_at_start, join_or_found
+from fedjax_cfl.clustering.clustered import clustered
+from fedjax_cfl.clustering.hierarchical import agglomerate_values
+from fedjax_cfl.clustering.measure import Measure, Question
 from fedjax_cfl.data.federated import check_classes, gather
 from fedjax_cfl.decompose import eigh, svdvals
-from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import as_float
-from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import keep_groups
-from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 Angle = Literal["vectors", "principal"]
@@ -63,27 +59,22 @@ def pacfl(
     A client sends F words for each of its vectors, once; the server keeps them.
     """
     check_arguments(pacfl, locals(), "algorithm")
-    compute, mesh = class_directions(local, directions), local.execution.mesh
-
-    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
-        return compute(data, who)
-
-    def bill(bases: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
-        vectors = jnp.sum(jnp.any(bases != 0, axis=2), axis=1)
-        return make_bill(words_up=who * vectors * bases.shape[2])
-
-    def compare(bases: jax.Array) -> jax.Array:
-        return angles(bases, angle)
-
-    start = cluster_at_start(task, m, describe, bill, compare, linkage, threshold, mesh)
-    join = join_or_found(describe, bill, compare, threshold, mesh)
-    hooks = Method(sgd(task, local), start=start, migrate=join, assign=keep_groups)
-    return federated(task, local, system, hooks)
+    compare = partial(angles, angle=angle)
+    return clustered(
+        task,
+        local,
+        system,
+        m=m,
+        measure=partial(class_directions, count=directions),
+        found=agglomerate_values(compare, m, linkage, threshold),
+        distance=compare,
+        threshold=threshold,
+    )
 
 
-def class_directions(local: Local, count: int) -> Callable[[FederatedData, jax.Array], jax.Array]:
-    """Returns f(data, who [K] bool) -> the `count` first left singular vectors of each class of
-    each client [K, C count, F]; 0 for others.
+def class_directions(task: Task, local: Local, count: int) -> Measure:
+    """Measures the `count` first left singular vectors of each class, [S, C count, F]; 0 in the
+    place of those that a client does not have, and does not send.
     """
 
     def of_client(client, data: FederatedData, shared, work) -> jax.Array:
@@ -108,14 +99,18 @@ def class_directions(local: Local, count: int) -> Callable[[FederatedData, jax.A
         # one after another: a batch would decompose a matrix for every class that is absent, too
         return lax.map(of_class, jnp.arange(data.num_classes)).reshape(-1)
 
-    def describe(data: FederatedData, who: jax.Array) -> jax.Array:
-        check_classes(
-            data.num_classes, "algorithm=pacfl", "use another algorithm, as ifca or flexcfl"
-        )
-        flat = map_clients(of_client, local.execution, (), data, who)
-        return flat.reshape(data.num_clients, data.num_classes * count, -1)
+    each = over_clients(of_client, local.execution)
 
-    return describe
+    def ask(q: Question) -> jax.Array:
+        remedy = "use another algorithm, as ifca or flexcfl"
+        check_classes(q.data.num_classes, "algorithm=pacfl", remedy)
+        flat = each(q.cohort, q.data, (), ())
+        return flat.reshape(len(flat), q.data.num_classes * count, -1)
+
+    def words(bases: jax.Array) -> jax.Array:
+        return jnp.any(bases != 0, axis=2).sum(1) * bases.shape[2]
+
+    return Measure(ask, lambda groups: 0, words=words, of_groups=False)
 
 
 def leading_directions(samples: jax.Array, count: int) -> jax.Array:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import struct
+from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import ClientFn, client_range, make_cohort
+from fedjax_cfl.client.cohort import ClientFn, client_range
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import euclidean
-from fedjax_cfl.clustering.measure import MakeMeasure, Measure, losses
+from fedjax_cfl.clustering.measure import MakeMeasure, Measure, Question, losses
 from fedjax_cfl.clustering.migrate import (
     ChargeFn,
     DetectFn,
@@ -24,7 +25,7 @@ from fedjax_cfl.clustering.migrate import (
     init_reference,
     on_shift,
 )
-from fedjax_cfl.clustering.one_shot import Described, join_or_found
+from fedjax_cfl.clustering.one_shot import FoundFn, find_groups_once
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import (
     AggregateFn,
@@ -40,7 +41,6 @@ from fedjax_cfl.method import (
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import (
-    common_model,
     count_groups,
     keep_groups,
     no_clients,
@@ -50,14 +50,11 @@ from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
 ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
-# (key, values [K, d], who [K] bool) -> group [K] from 0 to m - 1
-FoundFn = Callable[[Key, jax.Array, jax.Array], jax.Array]
 
 
 class ShiftMemory(struct.PyTreeNode):
@@ -75,6 +72,8 @@ def clustered(
     choose: ChooseFn | None = None,
     cluster: ClusterFn | None = None,
     found: FoundFn | None = None,
+    distance: Callable[[jax.Array], jax.Array] = euclidean,
+    threshold: ArrayLike | None = None,
     measure: MakeMeasure = losses,
     once: bool = False,
     regroup: RegroupFn | Callable[[Round], jax.Array] | None = None,
@@ -110,6 +109,8 @@ def clustered(
         found: the server clusters all clients once, before round 0: (key, values [K, d], who [K]
             bool) -> group [K]. A client that gets its first samples later joins the group of the
             least mean distance of values.
+        distance, threshold: of `found`: (values [K, d]) -> [K, K], and the distance beyond which a
+            later client gets a group of its own, as long as there is room; None: it joins one.
         measure: `losses` (of all models), `gradients`, `embeddings`, `label_counts`, or
             `average_over_samples(...)` of `clustering.measure`.
         once: True: a client is asked when it takes part for the first time, and keeps its group.
@@ -137,7 +138,7 @@ def clustered(
     groups, asked = count_groups(m, max_m), measure(task, local)
     check_choice(locals(), asked)
     if found is not None:
-        begin, move = found_groups(task, local, groups.size, asked, found)
+        begin, move = find_groups_once(task, local, groups.size, asked, found, distance, threshold)
         assign: AssignFn = keep_groups
     else:
         ask = partial(ask_cohort, local, asked, choose or least_loss, cluster)
@@ -223,29 +224,28 @@ def ask_cohort(
         state, cohort = r.state, r.cohort
         size = client_range(cohort.ids, r.data)[0]
         rows = take_cohort_rows(state, cohort, mesh)
-        values = measure.ask(state.groups, state.active, r.data, cohort, rows)
+        question = Question(r.key, state.groups, state.active, r.data, cohort, rows)
+        values = measure.ask(question)
         old, real = current_groups(state, cohort), cohort.ids < r.data.num_clients
         if cluster is None:
             gid, words = choose(values, old), 1
         else:
             order, whole = jnp.argsort(cohort.ids), on_every_device(cluster, mesh)
-            given = (take_rows(values, order), old[order], (size > 0)[order])
-            gid = jnp.zeros_like(old).at[order].set(whole(r.key, *given).astype(jnp.int32))
-            words = count_words(values)
+            key, given = (
+                jax.random.fold_in(r.key, 1),
+                (values[order], old[order], (size > 0)[order]),
+            )
+            gid = jnp.zeros_like(old).at[order].set(whole(key, *given).astype(jnp.int32))
+            words = measure.count_words(values)
         models = measure.models(state.active.sum())
         more = models - 1 if measure.of_groups else models  # the one that it trains is counted
-        inferred = measure.inferences * models * size
+        inferred = models * measure.samples(size)
         if not sends:
             return gid.astype(jnp.int32), make_report(make_bill(samples=inferred))
         paid = make_bill(real * more, words_up=real * words, samples=inferred)
         return gid.astype(jnp.int32), make_report(**{"bill" if cluster is None else "early": paid})
 
     return assign
-
-
-def count_words(values: Any) -> int:
-    """Returns how many words of 4 bytes each client's values [S, ...] are."""
-    return sum(leaf.size // len(leaf) for leaf in jax.tree.leaves(values))
 
 
 def ask_newcomers(choose: AssignFn) -> AssignFn:
@@ -271,40 +271,3 @@ def as_regroup(regroup: Callable[[Round], Any]) -> RegroupFn:
         return state, gid.astype(jnp.int32)
 
     return moved
-
-
-def found_groups(
-    task: Task, local: Local, m: int, measure: Measure, found: FoundFn
-) -> tuple[StartFn, Any]:
-    """Returns the start, in which all clients with samples measure the first model and are
-    clustered by `found`, and what takes in clients that come later.
-    """
-    mesh = local.execution.mesh
-
-    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
-        ids = jnp.where(who, jnp.arange(who.size, dtype=jnp.int32), who.size)
-        cohort = make_cohort(ids, data, local.execution)
-        values = measure.ask(first, jnp.ones(1, bool), data, cohort, {})
-        flat = values.reshape(len(values), -1).astype(jnp.float32)
-        return cohort.put(jnp.zeros((who.size, flat.shape[1])), flat)
-
-    def bill(points: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
-        models = measure.models(1)
-        inferred = who * measure.inferences * models * data.train.size
-        return make_bill(who * models, words_up=who * points.shape[1], samples=inferred)
-
-    def start(key: Key, data: FederatedData) -> Start:
-        begun, who = common_model(task, m)(key, data), data.train.size > 0
-        first = take_rows(begun.groups, slice(1))
-        points = describe(key, first, data, who)
-        label = on_every_device(found, mesh)(key, points, who)
-        label = jnp.where(who, label, -1).astype(jnp.int32)
-        active = jnp.any(label[:, None] == jnp.arange(m), axis=0)
-        return begun._replace(
-            assignment=label,
-            active=active,
-            memory=Described(points, who, first),
-            report=make_report(bill(points, data, who)),
-        )
-
-    return start, join_or_found(describe, bill, euclidean, None, mesh)

@@ -1,6 +1,7 @@
 """Agglomerative clustering from a distance matrix, and by the directions of updates."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import dissimilarity, divide
 from fedjax_cfl.sharding import on_every_device
-from fedjax_cfl.types import Params
+from fedjax_cfl.types import Key, Params
 from fedjax_cfl.validation import check_value, one_of
 
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
@@ -174,3 +175,24 @@ def bisect_updates(
     label, gamma = on_every_device(cut_all, mesh)(apart, group, ready)
     own = jnp.max(jnp.where(group == jnp.arange(ready.size)[:, None], label, 0), axis=0)
     return jnp.zeros_like(group).at[order].set(own), gamma
+
+
+def agglomerate_values(
+    compare: Callable[[jax.Array], jax.Array],
+    m: int,
+    linkage: str,
+    threshold: ArrayLike | Callable[[jax.Array, jax.Array], jax.Array] | None,
+) -> Callable[[Key, jax.Array, jax.Array], jax.Array]:
+    """Returns (key, values [K, ...], who [K] bool) -> group [K], for `clustered(found=...)`.
+
+    Args: `compare` is (values) -> distances [K, K]; `m` is the most groups; groups up to
+    `threshold` apart are merged even if only m are left, a number or (distances, who) -> []; None:
+    exactly m; `linkage` is that of `agglomerate`.
+    """
+
+    def found(key: Key, values: jax.Array, who: jax.Array) -> jax.Array:
+        apart = compare(values)
+        limit = threshold(apart, who) if callable(threshold) else threshold
+        return agglomerate(apart, m, linkage, who, limit)
+
+    return found

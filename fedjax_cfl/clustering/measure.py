@@ -19,18 +19,35 @@ from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.types import Cohort, FederatedData, Params, Task
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Task
+
+
+class Question(NamedTuple):
+    """What clients are asked with."""
+
+    key: Key
+    models: Params  # [m, ...]
+    active: jax.Array  # [m] bool, which of them are in use
+    data: FederatedData
+    cohort: Cohort  # who is asked
+    rows: dict[str, Any]  # by layer, [S, ...], what they keep
 
 
 class Measure(NamedTuple):
     """What clients measure, and what it costs each of them."""
 
-    # (models [m, ...], active [m] bool, data, cohort, rows by layer [S, ...]) -> values [S, ...]
-    ask: Callable[..., Any]
-    # (groups in use []) -> how many models a client measures; each sample is inferred with all
-    models: Callable[[ArrayLike], ArrayLike]
-    inferences: int = 1  # of a sample with one model; 3: its gradient
+    ask: Callable[[Question], jax.Array]  # (question) -> values [S, ...]
+    models: Callable[[ArrayLike], ArrayLike]  # (groups in use []) -> models that a client measures
+    # (training samples [n]) -> how many are inferred with each of the models, [n]; one that is
+    # trained on counts as `clock.TRAIN_TO_INFERENCE`
+    samples: Callable[[jax.Array], ArrayLike] = lambda size: size
+    # (values [n, ...]) -> words of 4 bytes [n] in which they are sent; None: one for each number
+    words: Callable[[jax.Array], ArrayLike] | None = None
     of_groups: bool = True  # False: the models are not those of groups, of which it trains one
+
+    def count_words(self, values: jax.Array) -> ArrayLike:
+        """Returns in how many words of 4 bytes each client [n] sends its values [n, ...]."""
+        return self.words(values) if self.words else values.size // len(values)
 
 
 MakeMeasure = Callable[[Task, Local], Measure]
@@ -45,9 +62,9 @@ def losses(task: Task, local: Local, with_l2: bool = False) -> Measure:
     """
     each = over_clients(training_loss(task, with_l2, local), local.execution)
 
-    def ask(models: Params, active: jax.Array, data: FederatedData, cohort: Cohort, rows: Any):
-        loss = each(cohort, data, models, rows)
-        return jnp.where(active & jnp.isfinite(loss), loss, jnp.inf)
+    def ask(q: Question) -> jax.Array:
+        loss = each(q.cohort, q.data, q.models, q.rows)
+        return jnp.where(q.active & jnp.isfinite(loss), loss, jnp.inf)
 
     return Measure(ask, lambda groups: groups)
 
@@ -90,8 +107,8 @@ def embeddings(task: Task, local: Local, layer: str = "head") -> Measure:
 def label_counts(task: Task, local: Local) -> Measure:
     """Counts the client's training samples of each label, [S, C] int32; no model is needed."""
 
-    def ask(models: Params, active: jax.Array, data: FederatedData, cohort: Cohort, rows: Any):
-        return cohort.take(train_label_counts(data))
+    def ask(q: Question) -> jax.Array:
+        return q.cohort.take(train_label_counts(q.data))
 
     return Measure(ask, lambda groups: 0, of_groups=False)
 
@@ -120,10 +137,10 @@ def average_over_samples(
 
     each = over_clients(of_client, local.execution)
 
-    def ask(models: Params, active: jax.Array, data: FederatedData, cohort: Cohort, rows: Any):
-        return each(cohort, data, average_models(models, active))
+    def ask(q: Question) -> jax.Array:
+        return each(q.cohort, q.data, average_models(q.models, q.active))
 
-    return Measure(ask, lambda groups: 1, inferences, of_groups=False)
+    return Measure(ask, lambda groups: 1, lambda size: inferences * size, of_groups=False)
 
 
 def average_models(models: Params, active: jax.Array) -> Params:

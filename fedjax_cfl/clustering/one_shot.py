@@ -1,5 +1,5 @@
-"""Clients that are clustered once, before any training, by what each of them tells the server; and
-those that come later.
+"""Clients that are clustered once, before any training, by what each of them measures; and those
+that come later.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,10 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 
-from fedjax_cfl.clustering.hierarchical import agglomerate
+from fedjax_cfl.client.cohort import make_cohort
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.clustering.distances import euclidean
+from fedjax_cfl.clustering.measure import Measure, Question
 from fedjax_cfl.method import MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
@@ -19,19 +22,17 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.tree import one_hot, take_rows
 from fedjax_cfl.types import Bill, FederatedData, Key, Params, Report, State, Task
 
-CompareFn = Callable[[jax.Array], jax.Array]  # (points [K, ...]) -> distances [K, K]
-# (distances [K, K], valid [K] bool) -> the distance [] up to which groups are merged
-CutFn = Callable[[jax.Array, jax.Array], jax.Array]
-
-
-# (key, the model [1, ...] that all groups start from, data, who [K] bool) -> what these clients
-# tell [K, ...], 0 for others
+CompareFn = Callable[[jax.Array], jax.Array]  # (values [K, ...]) -> distances [K, K]
+# (key, values [K, ...], who [K] bool) -> group [K] from 0 to m - 1
+FoundFn = Callable[[Key, jax.Array, jax.Array], jax.Array]
+# (key, the model [1, ...] that all groups start from, data, who [K] bool) -> the values of these
+# clients [K, ...], 0 for others
 DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], jax.Array]
-# (what clients tell [K, ...], data, who [K] bool) -> what it takes these to tell it, [K]
-BillFn = Callable[[jax.Array, FederatedData, jax.Array], Bill]
+# (values [K, ...], data, who [K] bool) -> what these clients pay for them, [K]
+CostFn = Callable[[jax.Array, FederatedData, jax.Array], Bill]
 
 
-class Described(struct.PyTreeNode):
+class ClientFeatures(struct.PyTreeNode):
     """What the server keeps of every client, and of the start."""
 
     points: jax.Array  # [K, ...] float32, 0 where `known` is not
@@ -39,45 +40,55 @@ class Described(struct.PyTreeNode):
     first: Params  # [1, ...], the model that all groups start from
 
 
-def cluster_at_start(
+def find_groups_once(
     task: Task,
+    local: Local,
     m: int,
-    describe: DescribeFn,
-    bill: BillFn,
-    compare: CompareFn,
-    linkage: str,
-    threshold: ArrayLike | CutFn | None,
-    mesh: Mesh,
-) -> StartFn:
-    """Starts from one model for all groups, into which the clients with samples are clustered.
+    measure: Measure,
+    found: FoundFn,
+    compare: CompareFn = euclidean,
+    threshold: ArrayLike | None = None,
+) -> tuple[StartFn, MigrateFn]:
+    """Returns the start, in which all clients with samples measure the first model and `found`
+    clusters them, and what assigns clients that come later.
 
-    Args: `m` is the most groups; `linkage` is that of `agglomerate`; groups up to `threshold` apart
-    are merged even if only m are left, None: exactly m; each device of `mesh` clusters by itself.
+    Args: `m` is the most groups; `measure` is what clients measure, a number that is not finite
+    counts as 0; `compare` and `threshold` are those of `join_or_found`.
     """
+    mesh = local.execution.mesh
 
-    def cluster(points: jax.Array, able: jax.Array) -> jax.Array:
-        apart = compare(points)
-        limit = threshold(apart, able) if callable(threshold) else threshold
-        return agglomerate(apart, m, linkage, able, limit)
+    def describe(key: Key, first: Params, data: FederatedData, who: jax.Array) -> jax.Array:
+        ids = jnp.where(who, jnp.arange(who.size, dtype=jnp.int32), who.size)
+        cohort = make_cohort(ids, data, local.execution)
+        values = measure.ask(Question(key, first, jnp.ones(1, bool), data, cohort, {}))
+        values = jnp.where(jnp.isfinite(values), values, 0.0)
+        return cohort.put(jnp.zeros((who.size, *values.shape[1:])), values)
+
+    def cost(values: jax.Array, data: FederatedData, who: jax.Array) -> Bill:
+        models = measure.models(1)
+        samples = who * models * measure.samples(data.train.size)
+        return make_bill(who * models, words_up=who * measure.count_words(values), samples=samples)
 
     def start(key: Key, data: FederatedData) -> Start:
-        begun, able = common_model(task, m)(key, data), data.train.size > 0
+        begun, who = common_model(task, m)(key, data), data.train.size > 0
         first = take_rows(begun.groups, slice(1))
-        points = describe(key, first, data, able)
-        label = on_every_device(cluster, mesh)(points, able)
+        points = describe(key, first, data, who)
+        label = on_every_device(found, mesh)(jax.random.fold_in(key, 1), points, who)
+        label = jnp.where(who, label, -1).astype(jnp.int32)
+        used = jnp.any(label[:, None] == jnp.arange(m), axis=0)
         return begun._replace(
-            assignment=jnp.maximum(label, 0),  # the engine withholds those without samples
-            active=jnp.arange(m) <= jnp.maximum(label.max(), 0),
-            memory=Described(points, able, first),
-            report=make_report(bill(points, data, able)),
+            assignment=label,
+            active=used | (~used.any() & (jnp.arange(m) == 0)),
+            memory=ClientFeatures(points, who, first),
+            report=make_report(cost(points, data, who)),
         )
 
-    return start
+    return start, join_or_found(describe, cost, compare, threshold, mesh)
 
 
 def join_or_found(
     describe: DescribeFn,
-    bill: BillFn,
+    cost: CostFn,
     compare: CompareFn,
     threshold: ArrayLike | None,
     mesh: Mesh,
@@ -87,7 +98,7 @@ def join_or_found(
     more than `threshold` (None: never), to the next group that is not in use, whose model is still
     the first.
 
-    Args: as those of `cluster_at_start`.
+    Args: `describe` has them measure; `cost` is what they pay; `compare` gives distances.
     """
     limit = jnp.inf if threshold is None else threshold
 
@@ -97,10 +108,10 @@ def join_or_found(
         known = memory.known & (state.assignment >= 0)
         waits = (data.train.size > 0) & ~known
 
-        def take_in(first):
+        def assign_newcomers(first):
             waiting = waits & first  # so that no compiler takes this out of the loop below
-            told = describe(r.key, memory.first, data, waiting)
-            points = jax.vmap(jnp.where)(waiting, told, memory.points)
+            features = describe(r.key, memory.first, data, waiting)
+            points = jax.vmap(jnp.where)(waiting, features, memory.points)
             apart = on_every_device(compare, mesh)(points)
 
             def place(i, carry):
@@ -117,13 +128,13 @@ def join_or_found(
 
             begin = state.assignment, state.active, known
             assignment, active, _ = lax.fori_loop(0, waiting.size, place, begin)
-            return assignment, active, points, bill(points, data, waiting)
+            return assignment, active, points, cost(points, data, waiting)
 
         nothing = make_bill(jnp.zeros(data.num_clients))
         stay = state.assignment, state.active, memory.points, nothing
         # a loop of one pass or none: mapped over the runs of a grid, a branch would be taken always
         passes = jnp.any(waits).astype(jnp.int32)
-        found = lax.fori_loop(0, passes, lambda i, _: take_in(i == 0), stay)
+        found = lax.fori_loop(0, passes, lambda i, _: assign_newcomers(i == 0), stay)
         assignment, active, points, paid = found
         memory = memory.replace(points=points, known=memory.known | waits)
         state = state.replace(assignment=assignment, active=active, memory=memory)
