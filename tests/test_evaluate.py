@@ -236,7 +236,7 @@ def idle(task, local, pick):
             start_group=mine.group,
         )
 
-    meet = Method(visit, assign=lambda key, state, data, cohort: (0 * cohort.ids, make_report()))
+    meet = Method(visit, assign=lambda r: (0 * r.cohort.ids, make_report()))
     return federated(task, local, pick, meet)
 
 

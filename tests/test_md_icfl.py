@@ -25,6 +25,7 @@ from fedjax_cfl.algorithms.md_icfl.synthesis import back_search, generator
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.keys import REGROUP, derive_keys
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.simulation.metrics import ari
@@ -287,7 +288,7 @@ def refilled(linear, toy, local, models, rule, groups, round=1):
     state = at_once(algorithm.init, KEY, toy).replace(
         groups=models, assignment=jnp.asarray(groups, jnp.int32), round=jnp.int32(round)
     )
-    after, report = at_once(refill_empty_groups(linear, rule), KEY, state, toy)
+    after, report = at_once(refill_empty_groups(linear, rule), Round(KEY, state, toy))
     assert after.assignment.tolist() == list(groups) and not report.migrated
     chex.assert_trees_all_equal(after.replace(groups=models), state)
     return after.groups

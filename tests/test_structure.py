@@ -40,6 +40,7 @@ FLOORS = (
     ("models",),
     (
         "types",
+        "method",
         "errors",
         "validation",
         "sharding",
