@@ -389,7 +389,8 @@ def test_the_loss_of_q_fedavg_has_the_l2_of_the_update(toy, linear, local):
     model = linear.init(jax.random.key(3))
     cohort = make_cohort(jnp.array([1]), toy, local.execution)
     groups = jax.tree.map(lambda leaf: leaf[None], model)
-    state = State(**dict.fromkeys(State.__dataclass_fields__) | {"groups": groups})
+    given = {"groups": groups, "assignment": jnp.zeros(K, jnp.int32), "rows": {}}
+    state = State(**dict.fromkeys(State.__dataclass_fields__) | given)
     r = Round(jax.random.key(0), state, toy, cohort, full_work(jnp.zeros(1, jnp.int32)))
     prepared, report = attach_losses(linear, local)(r)
     assert charged(report.bill) == Traffic(0, 0, 0, 1)  # one client, one word

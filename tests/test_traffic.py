@@ -158,6 +158,8 @@ def test_bills_add_up():
     assert (both.units_up.tolist(), both.words_down.tolist()) == ([3, 4], [0, 8])
     assert both.samples.tolist() == [5, 0]
     assert reports.add_bills(no_bill(), no_bill()).samples.size == 0
+    with pytest.raises(AssertionError, match="same payers"):
+        reports.add_bills(one, make_bill(words_up=1))
     assert charged(both, no_bill(), make_bill(words_up=2**31 - 1)) == Traffic(2, 7, 8, 2**31 - 1)
 
 

@@ -80,7 +80,9 @@ def no_bill() -> Bill:
 def add_bills(*bills: Bill) -> Bill:
     """Returns the sum of bills of the same payers, or of nobody."""
     paid = [bill for bill in bills if bill.samples.size]
-    return jax.tree.map(lambda *each: sum(each[1:], each[0]), *paid) if paid else no_bill()
+    sizes = {bill.samples.size for bill in paid}
+    assert len(sizes) < 2, f"bills of {sizes} payers: only those of the same payers add up"
+    return jax.tree.map(lambda *each: sum(each), *paid) if paid else no_bill()
 
 
 def list_bills(reports: Iterable[Report]) -> list[Bill]:
@@ -100,11 +102,9 @@ def count_arrived(bill: Bill, arrived: jax.Array) -> Bill:
 
 def sum_bytes(bill: Bill, model_bytes: int) -> jax.Array:
     """Returns the bytes [n] float32 of each payer, down and up together."""
-    units_down, units_up, words_down, words_up = (
-        count.astype(jnp.float32)
-        for count in (bill.units_down, bill.units_up, bill.words_down, bill.words_up)
-    )
-    return (units_down + units_up) * model_bytes + 4.0 * (words_down + words_up)
+    pairs = (bill.units_down, bill.units_up), (bill.words_down, bill.words_up)
+    units, words = (down.astype(jnp.float32) + up.astype(jnp.float32) for down, up in pairs)
+    return units * model_bytes + 4.0 * words
 
 
 def no_traffic() -> Traffic:
