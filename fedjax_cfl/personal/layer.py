@@ -88,7 +88,7 @@ def chain(*parts: Any) -> Any:
     clients are tested on (Ditto, APFL, ...), and at most one may correct their training (SCAFFOLD,
     FedDyn). Raises InputError, when the method is built, for layers that do not fit.
     """
-    method, *layers = parts or (None,)
+    method, layers = parts[0] if parts else None, parts[1:]
     rule = (
         "the first part is a method, such as cfl.algorithms.ifca, and layers follow, such as"
         " cfl.personal.ditto()"
