@@ -19,7 +19,7 @@ from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
 from fedjax_cfl.tree import copy_statistics, has_statistics, move_statistics, take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Params, Task, Upload, Work
+from fedjax_cfl.types import FederatedData, Params, Task, Upload, Work
 
 
 def layer(
@@ -99,7 +99,7 @@ def chain(*parts: Any) -> Any:
         if not isinstance(part, Method):
             raise InputError(f"chain: {part!r} is no layer; {rule}")
 
-    def chained(task: Task, local: Local, system: Any, **settings: Any) -> Algorithm:
+    def chained(task: Task, local: Local, system: Any, **settings: Any) -> Any:
         return method(task, local.replace(personal=(*local.layers, *layers)), system, **settings)
 
     return chained
