@@ -94,7 +94,7 @@ def score(algorithm, data):
     what was sent.
     """
     state, right = play(algorithm, [data] * 3)[0][-1], 0
-    models = models_of(algorithm.personal_models(state, data))
+    models = models_of(jax.jit(algorithm.personal_models)(state, data))
     order, start, size = (
         np.asarray(each) for each in (data.test.order, data.test.start, data.test.size)
     )
@@ -225,7 +225,7 @@ def test_a_measure_of_ones_own(toy, linear, local, models):
 # of a client, in a round of m = 3: what it chooses by, models down beside the one that it trains,
 # words up, and inferences of a sample
 BILLS = [
-    ("choose", cfl.losses, 2, 1, 3),
+    nightly("choose", cfl.losses, 2, 1, 3),
     ("cluster", cfl.losses, 2, 3, 3),
     nightly("choose", cfl.gradients, 1, 1, 3),
     ("cluster", cfl.gradients, 1, 24, 3),
