@@ -107,7 +107,7 @@ class Partition(NamedTuple):
 
 
 class ClientIndex(struct.PyTreeNode):
-    """A ragged array of holdings in CSR form: client k has order[start[k] : start[k] +
+    """Sample indices grouped by client (CSR): client k has order[start[k] : start[k] +
     size[k]].
     """
 

@@ -24,7 +24,7 @@ from fedjax_cfl.simulation.check import (
 from fedjax_cfl.system.reports import make_bill, make_report
 
 
-def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
+def method(task, local, system, *, memory=(), m=2, serve=None, **parts):
     """IFCA without losses: client k is in group k % m, and the server remembers `memory`."""
 
     def start(key, data):
@@ -33,7 +33,7 @@ def method(task, local, system, *, memory=(), m=2, serve=None, **hooks):
     def assign(r):
         return r.cohort.ids % m, make_report()
 
-    given = {"start": start, "assign": assign} | hooks
+    given = {"start": start, "assign": assign} | parts
     algorithm = cfl.federated(task, local, system, Method(sgd(task, local), **given))
     return algorithm._replace(serve=serve) if serve else algorithm
 

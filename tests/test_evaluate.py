@@ -263,8 +263,8 @@ def test_a_group_that_does_not_exist_ends_the_run(toy, linear, local):
     def choose(r):
         return jnp.where(r.cohort.ids == 5, 3, 0), make_report()
 
-    hooks = Method(sgd(linear, local), random_groups(linear, 3), assign=choose)
-    algorithm = federated(linear, local, select.rr_then_random(5), hooks)
+    method = Method(sgd(linear, local), random_groups(linear, 3), assign=choose)
+    algorithm = federated(linear, local, select.rr_then_random(5), method)
     with pytest.raises(RunError, match=r"round 1: client 5 is in group 3; the method has 3, .*"):
         cfl.run(algorithm, linear, toy, KEY, rounds=3, mesh=local.execution.mesh)
 

@@ -13,7 +13,7 @@ from conftest import matrix, nightly, others_nightly, shuffled, with_execution
 import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import over_clients, run_clients
 from fedjax_cfl.client.execution import make_execution
-from fedjax_cfl.client.executor import Cases, Loop, just, then
+from fedjax_cfl.client.executor import Cases, Loop, constant, map_result
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
@@ -96,11 +96,11 @@ def test_cases_and_results_without_steps(executor, width):
         def long():
             return Loop(slot, jnp.zeros(()), lambda i, x: x + i, lambda x: x)
 
-        return then(Cases(slot % 2, [short, long]), lambda total: total + 100)
+        return map_result(Cases(slot % 2, [short, long]), lambda total: total + 100)
 
     found = run(solve, jnp.ones(6, bool), executor, width)
     np.testing.assert_array_equal(found, [100, 100, 104, 103, 108, 110])
-    at_once = run(lambda slot: just(slot * 2), jnp.arange(6) != 1, executor, width)
+    at_once = run(lambda slot: constant(slot * 2), jnp.arange(6) != 1, executor, width)
     np.testing.assert_array_equal(at_once, [0, 0, 4, 6, 8, 10])
     plain = run(lambda slot: slot * 2, jnp.arange(6) != 1, executor, width)
     np.testing.assert_array_equal(plain, at_once)

@@ -25,7 +25,7 @@ from fedjax_cfl.algorithms.flexcfl.flexcfl import draw_founders, flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.tkm import tkm
-from fedjax_cfl.client.executor import then
+from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.errors import InputError, NonFiniteUpdate
 from fedjax_cfl.keys import FAULTS, START, derive_key
@@ -218,8 +218,8 @@ def test_dropping_out_is_weight_zero(linear, local, toy):
         return weighted_mean(r._replace(upload=left))
 
     def by_hand(task, local, select):
-        hooks = Method(sgd(task, local), aggregate=without_them)
-        return federated(task, local, select, hooks)
+        method = Method(sgd(task, local), aggregate=without_them)
+        return federated(task, local, select, method)
 
     def one(algorithm):
         state = jax.jit(algorithm.init)(KEY, toy).replace(round=jnp.int32(round))
@@ -326,7 +326,7 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
         def send(upload):
             return upload.replace(extra=jnp.where(client == bad, jnp.nan, client + 1.0))
 
-        return then(sgd(linear, local)(client, data, shared, work), send)
+        return map_result(sgd(linear, local)(client, data, shared, work), send)
 
     def finish(r):
         return r.state.replace(memory=r.cohort.put(r.state.memory, r.upload.extra))
@@ -335,8 +335,8 @@ def test_a_round_counts_and_remembers_only_what_arrives(linear, local, toy):
         return random_groups(linear, 1)(key, data)._replace(memory=jnp.zeros(CLIENTS))
 
     system = cfl.System(select.from_table(EVERYBODY), Faults(dropout=chance))
-    hooks = Method(solve, start=start, prepare=prepare, finish=finish)
-    _, last, infos = compiled(federated(linear, local, system, hooks), 1)(toy)
+    method = Method(solve, start=start, prepare=prepare, finish=finish)
+    _, last, infos = compiled(federated(linear, local, system, method), 1)(toy)
     cohort, key = cohort_of(*range(CLIENTS)), derive_key(KEY, FAULTS, 0)
     gone = faults.draw_failures(key, faults.DROPOUT, cohort, chance) & (toy.train.size > 0)
     assert 0 < gone.sum() < REAL and not gone[bad]

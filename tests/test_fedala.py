@@ -11,7 +11,7 @@ from test_personal import play
 from test_reference import KEY, batches_of, passes, samples
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.client.executor import just
+from fedjax_cfl.client.executor import constant
 from fedjax_cfl.client.local import Work
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.personal import fedala
@@ -127,7 +127,7 @@ def test_who_changes_its_group_fits_anew(group, fitted, weight):
     work = Work(jnp.int32(group), jnp.ones(()), jnp.ones(()), rows={"FedALA": row})
     models = {"head": {"bias": jnp.zeros((2, 1))}}
     shared = jax.random.key(0), models
-    train_from_mixture(fit, lambda *given: just(None), jnp.int32(3), None, shared, work)
+    train_from_mixture(fit, lambda *given: constant(None), jnp.int32(3), None, shared, work)
     assert bool(seen[0].fitted) == fitted
     np.testing.assert_allclose(seen[0].weights["head"]["bias"], weight)
 

@@ -29,7 +29,7 @@ from fedjax_cfl.algorithms.fesem.matching import (
     solve_assignment,
 )
 from fedjax_cfl.algorithms.fesem.start import ClientModels
-from fedjax_cfl.client.executor import just, run_one
+from fedjax_cfl.client.executor import constant, run_one
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Round
@@ -174,7 +174,7 @@ def test_a_client_that_renames_its_units_does_not_matter():
     def update(model):
         upload = SimpleNamespace(delta=jax.tree.map(jnp.subtract, model, params))
         upload.replace = lambda delta: delta
-        visit = match_to_center(lambda *given: just(upload), layers)
+        visit = match_to_center(lambda *given: constant(upload), layers)
         return run_one(visit(0, None, (KEY, groups), SimpleNamespace(group=1)))
 
     plain, renamed = (

@@ -193,8 +193,8 @@ def warm_start(task, local, system):
             assignment=jax.numpy.zeros(data.num_clients, int)
         )
 
-    hooks = Method(sgd(task, local), start, assign=cold_start(best_model(task, local)))
-    return federated(task, local, system, hooks)
+    method = Method(sgd(task, local), start, assign=cold_start(best_model(task, local)))
+    return federated(task, local, system, method)
 
 
 def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):
@@ -243,8 +243,8 @@ def personal(task, local, select):
         trained = jax.tree.map(lambda old, new: old[0] + new, r.before.groups, r.upload.delta)
         return r.state.replace(memory=jax.tree.map(r.cohort.put, r.state.memory, trained))
 
-    hooks = Method(sgd(task, local), start, finish=finish)
-    return federated(task, local, wrapped, hooks)._replace(
+    method = Method(sgd(task, local), start, finish=finish)
+    return federated(task, local, wrapped, method)._replace(
         serve=lambda state: ServedModels(state.memory, jax.numpy.arange(state.assignment.size))
     )
 

@@ -288,8 +288,8 @@ def test_clients_that_move_after_training_bring_their_models(toy, linear, local)
         return r.cohort.ids % 2, make_report()
 
     solve = sgd(linear, local)
-    hooks = Method(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
-    algorithm = federated(linear, local, everybody, hooks)
+    method = Method(solve, random_groups(linear, 3), assign=assign, regroup=regroup)
+    algorithm = federated(linear, local, everybody, method)
     one_round = jax.jit(algorithm.round)
     state = jax.jit(algorithm.init)(KEY, toy)
     for round in range(ROUNDS):

@@ -176,11 +176,11 @@ def test_methods_compare_updates_that_are_not_corrected(toy, linear, local):
     def finish(r):
         return r.state.replace(memory=(r.state.memory[0], seen(r.upload.delta)))
 
-    hooks = Method(
+    method = Method(
         sgd(linear, local), start=start, regroup=regroup, aggregate=uniform_mean, finish=finish
     )
     pick = select.uniform(COHORT)
-    before, after = play(federated(linear, corrected(local), pick, hooks), toy, 3)[-2:]
+    before, after = play(federated(linear, corrected(local), pick, method), toy, 3)[-2:]
     ids = pick.draw(derive_key(KEY, SELECT, 2), 2, toy.train.size)
     kept = matrix(after.rows["SCAFFOLD"].values)[np.asarray(ids)]
     steps = np.array([local.epochs * -(-SIZES[k] // local.batch_size) for k in ids.tolist()])
@@ -231,8 +231,8 @@ def test_who_moves_by_its_update_begins_anew(toy, linear, local, cut):
         state = state.replace(groups=groups) if cut else state
         return state, (r.cohort.ids % 2).astype(jnp.int32)
 
-    hooks = Method(sgd(linear, local), start=start, assign=keep_groups, regroup=regroup)
-    algorithm = federated(linear, corrected(local), select.full_participation(), hooks)
+    method = Method(sgd(linear, local), start=start, assign=keep_groups, regroup=regroup)
+    algorithm = federated(linear, corrected(local), select.full_participation(), method)
     after = play(algorithm, toy, 1)[-1]
     trained = np.array(SIZES) > 0
     kept = trained & (cut | (np.arange(CLIENTS) % 2 == 0))

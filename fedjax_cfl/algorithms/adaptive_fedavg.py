@@ -62,14 +62,14 @@ def adaptive_fedavg(
         raise InputError(
             "schedule: the server of Adaptive-FedAvg picks the step sizes itself; use constant"
         )
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         memory=start_still,
         prepare=scale_steps,
         finish=follow_model(beta, harmonic),
         start_clients=no_clients,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def start_still(groups: Params, data: FederatedData) -> Movement:

@@ -122,7 +122,7 @@ def auxo(
     weight of FedProx's pull.
     """
     check_arguments(auxo, locals(), "algorithm")
-    hooks = Method(
+    method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
@@ -132,7 +132,7 @@ def auxo(
         regroup=partial(score_cohort, local.execution.mesh),
         aggregate=uniform_mean,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def init_scores(m: int, groups: Params, data: FederatedData) -> Scores:

@@ -48,9 +48,9 @@ def centralised(task: Task, local: Local, system: SystemLike) -> Algorithm:
     """
     system = as_system(system)
     refuse_clients(local, system)
-    hooks = Method(sgd(task, local), prepare=train_as_long_as(system.select, local))
+    method = Method(sgd(task, local), prepare=train_as_long_as(system.select, local))
     one_place = drawn_ahead(lambda key, round, size: jnp.zeros(1, jnp.int32))
-    algorithm = federated(task, local, system._replace(select=one_place), hooks)
+    algorithm = federated(task, local, system._replace(select=one_place), method)
 
     def init(key: Key, data: FederatedData) -> State:
         state = algorithm.init(key, data)

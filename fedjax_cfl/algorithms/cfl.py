@@ -116,7 +116,7 @@ def cfl(
         stationary = (mean_norm < eps1) & (max_norm > eps2)
         return active & stationary & (size > rule.min_size) & (round >= rule.warm_up)
 
-    hooks = Method(
+    method = Method(
         solve,
         start=one_active_group(task, m),
         memory=partial(init_tree, stale_updates),
@@ -126,7 +126,7 @@ def cfl(
         ),
         aggregate=aggregate,
     )
-    return federated(task, local, system, hooks)._replace(
+    return federated(task, local, system, method)._replace(
         client_models=lambda state: state.memory.last_update
     )
 

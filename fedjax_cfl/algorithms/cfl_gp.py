@@ -109,7 +109,7 @@ def cfl_gp(
     solve = sgd(task, local)
     train = train_without_recording(solve, local, system)
     plan = Plan(m, period, last)
-    hooks = Method(
+    method = Method(
         solve,
         start=common_model(task, m),
         memory=partial(init_means, m, project_to),
@@ -118,7 +118,7 @@ def cfl_gp(
         regroup=partition_updates(train, local, plan, project_to, restarts),
         aggregate=aggregate,
     )
-    return federated(task, local, system, hooks)._replace(
+    return federated(task, local, system, method)._replace(
         client_models=lambda state: state.memory.vectors
     )
 

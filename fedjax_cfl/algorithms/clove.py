@@ -49,7 +49,7 @@ from fedjax_cfl.types import (
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 
-class Unmoved(struct.PyTreeNode):
+class Stability(struct.PyTreeNode):
     """What the server remembers where groups become final."""
 
     rounds: jax.Array  # [] int32, since a client has changed its group; the last ones stay
@@ -75,21 +75,21 @@ def clove(
     A client that is asked for its losses gets all m models, and sends m words before it trains.
     """
     check_arguments(clove, locals(), "algorithm")
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         start=random_groups(task, m),
-        memory=None if stable is None else start_moving,
+        memory=None if stable is None else init_stability,
         assign=cluster_losses(task, local, first, stable, restarts),
-        regroup=None if stable is None else count_unmoved(stable),
+        regroup=None if stable is None else count_stable_rounds(stable),
         aggregate=aggregate,
         start_clients=no_clients,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
-def start_moving(groups: Params, data: FederatedData) -> Unmoved:
+def init_stability(groups: Params, data: FederatedData) -> Stability:
     """Returns the memory of a server to which no groups are final yet."""
-    return Unmoved(jnp.zeros((), jnp.int32))
+    return Stability(jnp.zeros((), jnp.int32))
 
 
 def cluster_losses(
@@ -156,7 +156,7 @@ def match_clusters(
     return jnp.where(alone, jnp.argmin(loss, axis=1), solve_assignment(cost)[found])
 
 
-def count_unmoved(stable: int) -> RegroupFn:
+def count_stable_rounds(stable: int) -> RegroupFn:
     """Counts the rounds in which no client of the cohort changes its group, up to `stable`: from
     then on groups are final. One that gets its first group changes it.
     """
@@ -167,6 +167,6 @@ def count_unmoved(stable: int) -> RegroupFn:
         moved = jnp.any(answered & (r.group != current_groups(state, r.cohort)))
         more = jnp.where(moved, 0, rounds + jnp.any(answered))
         rounds = jnp.where(rounds < stable, more, rounds)
-        return state.replace(memory=Unmoved(rounds.astype(jnp.int32))), r.group
+        return state.replace(memory=Stability(rounds.astype(jnp.int32))), r.group
 
     return regroup

@@ -18,11 +18,11 @@ def fedavg(
     task: Task, local: Local, system: SystemLike, *, aggregate: AggregateFn = weighted_mean
 ) -> Algorithm:
     """FedAvg: E local epochs, means weighted by training samples."""
-    hooks = Method(sgd(task, local), aggregate=aggregate, start_clients=no_clients)
-    return federated(task, local, system, hooks)
+    method = Method(sgd(task, local), aggregate=aggregate, start_clients=no_clients)
+    return federated(task, local, system, method)
 
 
 def fedsgd(task: Task, local: Local, system: SystemLike) -> Algorithm:
     """FedSGD: one full-batch gradient per client; FedAvg with E = 1 and B = infinity."""
-    hooks = Method(gradient_step(task, local), start_clients=no_clients)
-    return federated(task, local, system, hooks)
+    method = Method(gradient_step(task, local), start_clients=no_clients)
+    return federated(task, local, system, method)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, over_clients
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, count_steps, full_work
 from fedjax_cfl.client.sgd import as_pytree, sgd
 from fedjax_cfl.clustering.clustered import clustered
@@ -104,4 +104,4 @@ def move_layers(
         moved = upload.delta if layers == "all" else upload.delta["head"]
         return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(moved)])
 
-    return then(solve(client, data, shared, work), keep)
+    return map_result(solve(client, data, shared, work), keep)

@@ -65,16 +65,16 @@ def fedcluster(
     def due(round, active, mean_norm, max_norm, size, longest_mean):
         return active & (size > min_size) & (round % (rounds + 1) == rounds)
 
-    hooks = Method(
+    method = Method(
         solve,
         start=one_active_group(task, m),
         memory=partial(init_tree, False),
         assign=descend_splits(train_without_recording(solve, local, system)),
         regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )
-    cohort_only = federated(task, local, system, hooks)
+    cohort_only = federated(task, local, system, method)
     of_all = use_all_clients(system)
-    everybody = federated(task, local, of_all, hooks)
+    everybody = federated(task, local, of_all, method)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         now = state.round % (rounds + 1) == rounds

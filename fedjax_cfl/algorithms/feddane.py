@@ -52,11 +52,11 @@ def feddane(
     """
     check_arguments(feddane, locals(), "algorithm")
     objective = proximal(mu, erm(task)).replace(direction=lambda extra: extra)
-    hooks = Method(
+    method = Method(
         sgd(task, local, objective),
         prepare=gradient_correction(task, local, None if same_set else as_system(system).select),
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def gradient_correction(task: Task, local: Local, select: Selection | None) -> PrepareFn:

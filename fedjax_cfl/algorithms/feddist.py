@@ -60,8 +60,8 @@ def step_towards(
     """
     server = None if epsilon is None else optax.sgd(epsilon)
     aggregate = divide_by_cohort(mean) if epsilon is None else mean
-    hooks = Method(sgd(task, local), aggregate=aggregate, server=server)
-    return federated(task, local, system, hooks)
+    method = Method(sgd(task, local), aggregate=aggregate, server=server)
+    return federated(task, local, system, method)
 
 
 def divide_by_cohort(mean: AggregateFn) -> AggregateFn:

@@ -57,12 +57,12 @@ class DriftLosses(struct.PyTreeNode):
     # [K] float32, each client's loss of its model when it last tried or trained it; NEVER
     # before
     best: jax.Array
-    isolated: jax.Array  # [K] bool, opened a model at the last change and only trains that
+    trains_alone: jax.Array  # [K] bool, opened a model at the last change and only trains that
     used: jax.Array  # [m] int32, the last change at which a model had clients
     changes: jax.Array  # [] int32, so far
 
 
-class Openings(NamedTuple):
+class NewModels(NamedTuple):
     """New models: clients [K] int32 -> group, and source [m] int32, the group whose model a
     group now has (itself where nothing was opened).
     """
@@ -71,13 +71,13 @@ class Openings(NamedTuple):
     source: jax.Array
 
 
-# (drifting [K] bool, best group [K], free groups [m] bool, when they were used [m]) -> Openings
-OpenFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Openings]
+# (drifting [K] bool, best group [K], free groups [m] bool, when they were used [m]) -> NewModels
+SpawnFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], NewModels]
 
 
-def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> Openings:
+def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> NewModels:
     """Opens a model for every drifting client, a copy of its best one, as long as there are
-    free groups (FedDrift; an `OpenFn`). Clients with lower ids come first.
+    free groups (FedDrift; an `SpawnFn`). Clients with lower ids come first.
     """
     m = free.size
     queue = jnp.lexsort((jnp.arange(m), used, ~free))  # free groups, longest unused first
@@ -86,18 +86,18 @@ def open_each(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.A
     group = jnp.where(opens, queue[jnp.minimum(place, m - 1)], best).astype(jnp.int32)
     target = jnp.where(opens, group, m)
     source = jnp.arange(m, dtype=jnp.int32).at[target].set(best.astype(jnp.int32), mode="drop")
-    return Openings(group, source)
+    return NewModels(group, source)
 
 
-def open_one(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> Openings:
+def open_one(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Array) -> NewModels:
     """Opens one model for all drifting clients together, a copy of the best model of the
-    first of them (FedDrift-Eager; an `OpenFn`).
+    first of them (FedDrift-Eager; an `SpawnFn`).
     """
     first = drifting & (jnp.cumsum(drifting) == 1)
     group, source = open_each(first, best, free, used)
     shared = jnp.max(jnp.where(first, group, -1))
     opened = jnp.any(free)
-    return Openings(jnp.where(drifting & opened, shared, best).astype(jnp.int32), source)
+    return NewModels(jnp.where(drifting & opened, shared, best).astype(jnp.int32), source)
 
 
 def feddrift(
@@ -128,7 +128,7 @@ def feddrift(
         )
     open_models = open_one if eager else open_each
     merge = None if eager else merge_models(delta if delta_merge is None else delta_merge)
-    hooks = Method(
+    method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
@@ -138,7 +138,7 @@ def feddrift(
         aggregate=weighted_mean,
         finish=remember_losses,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def feddrift_eager(task: Task, local: Local, system: SystemLike, **options: Any) -> Algorithm:
@@ -221,7 +221,7 @@ def merge_models(limit: float) -> MergeFn:
 
 
 def detect_drift(
-    losses: LossesFn, delta: float, open_models: OpenFn, merge: MergeFn | None
+    losses: LossesFn, delta: float, open_models: SpawnFn, merge: MergeFn | None
 ) -> MigrateFn:
     """Handles a change of data: clients choose, open and merge models before the round.
 
@@ -246,7 +246,7 @@ def detect_drift(
 def change_models(
     losses: LossesFn,
     delta: float,
-    open_models: OpenFn,
+    open_models: SpawnFn,
     merge: MergeFn | None,
     state: State,
     data: FederatedData,
@@ -258,7 +258,7 @@ def change_models(
     memory, old, m = state.memory, state.assignment, state.active.size
     tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)
     known = jnp.any(jnp.isfinite(tried), axis=1)
-    free_to_choose = known & ~memory.isolated
+    free_to_choose = known & ~memory.trains_alone
     best = jnp.where(free_to_choose, jnp.argmin(tried, axis=1), old).astype(jnp.int32)
     loss = jnp.take_along_axis(tried, best[:, None], axis=1)[:, 0]
     drifting = free_to_choose & (loss > memory.best + delta)
@@ -269,7 +269,7 @@ def change_models(
     group = jnp.where(drifting, group, best)
     groups, server = take_rows((state.groups, state.server), source)
     opened = source != jnp.arange(m)
-    active, isolated = state.active | opened, drifting & opened[group]
+    active, trains_alone = state.active | opened, drifting & opened[group]
     table = jnp.take_along_axis(tried, jnp.broadcast_to(source, tried.shape), axis=1)
     if merge is not None:
         # a model that has just been opened is a copy still, equal to its source
@@ -281,7 +281,7 @@ def change_models(
     used = jnp.any(group[:, None] == jnp.arange(m), axis=0)
     memory = DriftLosses(
         best=jnp.where(jnp.isfinite(own), own, memory.best),
-        isolated=isolated,
+        trains_alone=trains_alone,
         used=jnp.where(used, changes, memory.used),
         changes=changes,
     )

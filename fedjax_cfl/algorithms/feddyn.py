@@ -26,5 +26,5 @@ def feddyn(
     InputError as `personal.feddyn` does.
     """
     check_arguments(feddyn, locals(), "algorithm")
-    hooks = Method(sgd(task, local), aggregate=uniform_mean, start_clients=no_clients)
-    return federated(task, add_layer(local, dynamic_terms(alpha=alpha)), system, hooks)
+    method = Method(sgd(task, local), aggregate=uniform_mean, start_clients=no_clients)
+    return federated(task, add_layer(local, dynamic_terms(alpha=alpha)), system, method)

@@ -23,7 +23,7 @@ from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
-from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Training, Work
 from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
@@ -97,7 +97,7 @@ def federated_mixture(
     method's, for messages.
     """
     refuse_single_models(local, system, name)
-    hooks = Method(
+    method = Method(
         train_components(task, local, m),
         start=random_groups(task, m),
         memory=partial(init_mixture, m, least_count is not None),
@@ -108,7 +108,7 @@ def federated_mixture(
         # `shrink` reads the sizes of all clients
         start_clients=None if shrink else no_clients,
     )
-    return federated(task, local, system, hooks)._replace(serve=serve_mixture)
+    return federated(task, local, system, method)._replace(serve=serve_mixture)
 
 
 def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
@@ -196,7 +196,7 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     def solve(train, client, data, shared, work: Work) -> Program:
         (key, models), found = shared, work.client_extra
         weighted = work._replace(client_extra=found.parts)
-        return then(
+        return map_result(
             train_from(models, train, client, data, key, weighted),
             lambda upload: upload.replace(steps=m * upload.steps, extra=found.by_label),
         )

@@ -28,7 +28,7 @@ from fedjax_cfl.algorithms.nonfed import (
     train_own_model,
 )
 from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients, reads_in_place
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
@@ -125,7 +125,7 @@ def fedfomo(
             "test_on=received: FedFomo's clients receive several models and mix them, expected"
             " group, which algorithm.test makes the mixed or the trained model"
         )
-    hooks = Method(
+    method = Method(
         train_from_mixture(sgd(task, local)),
         start=shared_model(task),
         memory=init_memory,
@@ -136,7 +136,7 @@ def fedfomo(
         aggregate=client_delta(local.execution.mesh),
         finish=remember_mixture(local.execution.mesh),
     )
-    algorithm = federated(task, local, system, hooks)
+    algorithm = federated(task, local, system, method)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return algorithm.round(key, state, hold_out_samples(data, validation))
@@ -169,7 +169,7 @@ def train_from_mixture(train: ClientFn) -> ClientFn:
             delta = jax.tree.map(from_group, upload.delta, mixture.model, mixture.trained)
             return upload.replace(delta=delta, extra=mixture.replace(trained=()))
 
-        return then(train(client, data, shared, from_mixture), send)
+        return map_result(train(client, data, shared, from_mixture), send)
 
     return Partial(solve, train_own_model(train))
 
@@ -322,7 +322,7 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
 
             return jax.tree.map(lambda own, leaf: own + weigh(leaf), mixed, change), gain
 
-        return then(losses(client, data, tried, ()), end)
+        return map_result(losses(client, data, tried, ()), end)
 
     return mix
 

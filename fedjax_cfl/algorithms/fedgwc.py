@@ -30,7 +30,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.algorithms.fednova import charge_words
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import add_change, sgd
 from fedjax_cfl.client.steps import Step, StepChange
@@ -92,7 +92,7 @@ def fedgwc(
     local = local.replace(steps=steps)
     solve = add_change(sgd(task, local), StepChange(LOSSES, step=record_loss))
     find = partial(find_parts, most=parts, gamma=gamma)
-    hooks = Method(
+    method = Method(
         Partial(partial(send_losses, steps), solve),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_weights, m),
@@ -100,7 +100,7 @@ def fedgwc(
         prepare=charge_words(steps),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def init_weights(m: int, groups: Params, data: FederatedData) -> Interactions:
@@ -129,7 +129,7 @@ def send_losses(
         return upload.replace(extra=rows.pop(LOSSES), rows=rows)
 
     begun = work._replace(rows={**work.rows, LOSSES: jnp.full(steps, -1.0)})
-    return then(solve(client, data, shared, begun), send)
+    return map_result(solve(client, data, shared, begun), send)
 
 
 def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:

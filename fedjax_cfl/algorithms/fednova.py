@@ -18,7 +18,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import check_pull, erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd
@@ -61,14 +61,14 @@ def fednova(
     check_pull("algorithm.mu", mu, local.lr)
     pulled = mu > 0
     solve = sgd(task, local, proximal(mu, erm(task)))
-    hooks = Method(
+    method = Method(
         Partial(partial(measure_length, local.momentum), mu, as_pytree(solve), local.lr),
         prepare=charge_words(jnp.where(pulled, 2, 1)),
         aggregate=mean_of_normalized(by_steps=pulled),
         server=optax.sgd(1.0, momentum=server_momentum or None),
         start_clients=no_clients,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def measure_length(
@@ -92,7 +92,7 @@ def measure_length(
         length = find_length(upload.steps, momentum, mu * lr * work.lr_scale)
         return upload.replace(extra=(length, upload.steps.astype(jnp.float32)))
 
-    return then(solve(client, data, shared, work), send)
+    return map_result(solve(client, data, shared, work), send)
 
 
 def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> jax.Array:

@@ -67,8 +67,8 @@ def with_server(
     Args: `aggregate` averages updates, None: weighted by training samples; the others are as in
     `federated`.
     """
-    hooks = Method(sgd(task, local), server=server, aggregate=aggregate, start_clients=no_clients)
-    return federated(task, local, system, hooks)
+    method = Method(sgd(task, local), server=server, aggregate=aggregate, start_clients=no_clients)
+    return federated(task, local, system, method)
 
 
 def fedavgm(

@@ -36,8 +36,8 @@ def fedprox(
     check_arguments(fedprox, locals(), "algorithm")
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_fraction, local.epochs) if drop_fraction else None
-    hooks = Method(solve, prepare=slow, start_clients=no_clients)
-    return federated(task, local, system, hooks)
+    method = Method(solve, prepare=slow, start_clients=no_clients)
+    return federated(task, local, system, method)
 
 
 def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:

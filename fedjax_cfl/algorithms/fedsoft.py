@@ -30,7 +30,7 @@ from fedjax_cfl.client.cohort import (
     over_clients,
     read_block,
 )
-from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, output_loss, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
@@ -100,7 +100,7 @@ def fedsoft(
         )
     own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
-    hooks = Method(
+    method = Method(
         Partial(train_own, as_pytree(sgd(task, local, pulled))),
         start=random_groups(task, m),
         memory=partial(init_shares, m),
@@ -110,7 +110,7 @@ def fedsoft(
         ships_model=False,
         aggregate=mean_by_source,
     )
-    return federated(task, local.replace(personal=own), system, hooks)
+    return federated(task, local.replace(personal=own), system, method)
 
 
 def init_shares(m: int, groups: Params, data: FederatedData) -> Shares:
@@ -203,7 +203,7 @@ def train_own(
         delta = jax.tree.map(jnp.subtract, trained, take_rows(models, work.group))
         return upload.replace(delta=delta, rows={NAME: trained})
 
-    return then(train_from(begin, solve, client, data, key, pulled), relate)
+    return map_result(train_from(begin, solve, client, data, key, pulled), relate)
 
 
 def mean_by_source(r: Round) -> tuple[Params, jax.Array]:

@@ -92,10 +92,10 @@ def fl_hc(
         train = train_without_recording(solve, local, system)
         join = join_nearest_direction(train, metric, warm_up)
     found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    hooks = Method(solve, start=start, memory=know_nothing, assign=join, aggregate=aggregate)
-    grouped = federated(task, local, system, hooks)
-    hooks = Method(solve, start=start, regroup=found, aggregate=zero_step)
-    clustering = federated(task, local, use_all_clients(system), hooks)
+    method = Method(solve, start=start, memory=init_memory, assign=join, aggregate=aggregate)
+    grouped = federated(task, local, system, method)
+    method = Method(solve, start=start, regroup=found, aggregate=zero_step)
+    clustering = federated(task, local, use_all_clients(system), method)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return lax.cond(state.round == warm_up, clustering.round, grouped.round, key, state, data)
@@ -107,7 +107,7 @@ def fl_hc(
     return grouped._replace(round=round, serve=serve, clustered=False)
 
 
-def know_nothing(groups: Params, data: FederatedData) -> GroupDirections:
+def init_memory(groups: Params, data: FederatedData) -> GroupDirections:
     """Returns the memory before the clustering."""
     zeros = jax.tree.map(jnp.zeros_like, groups)
     return GroupDirections(take_rows(zeros, slice(1)), zeros, jnp.zeros((), jnp.int32))

@@ -115,17 +115,17 @@ def flux(
     describe = describe_clients(task, local, latent)
     reach = (lambda apart, valid: factor * find_eps(apart, valid)) if eps is None else eps
     find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         start=one_active_group(task, m, joined=True),
-        memory=partial(know_nothing, task, latent),
+        memory=partial(init_memory, task, latent),
         migrate=place_newcomers(describe, newcomers, warm_up),
         assign=keep_groups,
         regroup=cluster_descriptions(
             describe, on_every_device(find, local.execution.mesh), warm_up
         ),
     )
-    return federated(task, local, system, hooks)._replace(
+    return federated(task, local, system, method)._replace(
         serve=serve_placed, check_data=partial(count_dense_inputs, task)
     )
 
@@ -136,7 +136,7 @@ def serve_placed(state: State) -> ServedModels:
     return ServedModels(state.groups, jnp.where(group >= 0, group, placed))
 
 
-def know_nothing(
+def init_memory(
     task: Task, latent: int | None, groups: Params, data: FederatedData
 ) -> Descriptions:
     """Returns the memory before the clustering; `latent` is as in `flux`."""

@@ -50,8 +50,8 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
 
     system = as_system(system)
     system = system._replace(select=leave_out_unknown(system.select, m))
-    hooks = Method(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
-    return federated(task, local, system, hooks)._replace(check_data=partial(check_groups, m))
+    method = Method(sgd(task, local), start=start, migrate=migrate, assign=keep_groups)
+    return federated(task, local, system, method)._replace(check_data=partial(check_groups, m))
 
 
 def found_groups(state: State, before: jax.Array, group: jax.Array) -> State:

@@ -52,7 +52,7 @@ def nonfed(
     """
     check_arguments(nonfed, locals(), "algorithm")
     solve, in_place = sgd(task, local), reads_in_place(local.execution)
-    hooks = Method(
+    method = Method(
         solve if in_place else train_own_model(solve),
         start=shared_model(task),
         assign=assign_client_id,
@@ -62,7 +62,7 @@ def nonfed(
     )
     if trains == "all":
         system = use_all_clients(system)
-    algorithm = federated(task, local, system, hooks)
+    algorithm = federated(task, local, system, method)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)

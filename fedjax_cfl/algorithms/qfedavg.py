@@ -27,13 +27,13 @@ def qfedavg(
 ) -> Algorithm:
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
     check_arguments(qfedavg, locals(), "algorithm")
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         prepare=attach_losses(task, local),
         aggregate=q_fair(q, local),
         start_clients=no_clients,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def attach_losses(task: Task, local: Local) -> PrepareFn:

@@ -32,7 +32,7 @@ def scaffold(
     `server_lr` > 0 is the server's step size. Other layers (`personal=ditto`) stand over it.
     """
     check_arguments(scaffold, locals(), "algorithm")
-    hooks = Method(
+    method = Method(
         sgd(task, local), aggregate=aggregate, server=optax.sgd(server_lr), start_clients=no_clients
     )
-    return federated(task, add_layer(local, control_variates()), system, hooks)
+    return federated(task, add_layer(local, control_variates()), system, method)

@@ -23,7 +23,7 @@ from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, then, together
+from fedjax_cfl.client.executor import Loop, Program, map_result, zip_loops
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
@@ -99,22 +99,22 @@ def stocfl(
         train_with_common, as_pytree(pulled), as_pytree(sgd(task, own_local(local, None)))
     )
     train = train_without_recording(sgd(task, aside), aside, system)
-    hooks = Method(
+    method = Method(
         solve,
         start=one_active_group(task, m),
-        memory=meet_nobody,
+        memory=init_met,
         assign_and_found=unite_groups(train, local, tau, represent),
         prepare=send_common(local),
         aggregate=aggregate,
         finish=move_common(aggregate),
         start_clients=no_clients,
     )
-    return federated(task, local, system, hooks)._replace(
+    return federated(task, local, system, method)._replace(
         client_models=lambda state: state.memory.directions
     )
 
 
-def meet_nobody(groups: Params, data: FederatedData) -> Met:
+def init_met(groups: Params, data: FederatedData) -> Met:
     """Returns the memory before round 0: common model and anchor are the groups' one model."""
     clients, first = data.num_clients, take_rows(groups, slice(1))
     zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), first)
@@ -243,7 +243,7 @@ def train_with_common(
         upload, other = found
         return upload.replace(steps=upload.steps + other.steps, extra=other.delta)
 
-    return then(together(solve(client, data, shared, work), second), join)
+    return map_result(zip_loops(solve(client, data, shared, work), second), join)
 
 
 def move_common(aggregate: AggregateFn) -> FinishFn:

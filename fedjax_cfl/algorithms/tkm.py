@@ -64,13 +64,13 @@ def tkm(
     and K up.
     """
     check_arguments(tkm, locals(), "algorithm")
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         start=random_groups(task, m),
         assign=keep_groups,
         aggregate=trimmed_mean(beta, local.execution.mesh),
     )
-    rounds = federated(task, local, system, hooks)
+    rounds = federated(task, local, system, method)
     first = local.replace(epochs=erm_epochs or 10 * local.epochs)
     learn = local_erm(task, first, as_system(system))
 

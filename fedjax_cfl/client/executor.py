@@ -40,14 +40,14 @@ class Cases(NamedTuple):
 Program = Loop | Cases
 
 
-def just(result: Any) -> Loop:
+def constant(result: Any) -> Loop:
     """Returns the program of a client that has only a result, and no steps."""
     return Loop(0, (), lambda i, carry: carry, lambda carry: result)
 
 
 def as_program(found: Any) -> Program:
     """Returns a program as it is, and anything else as the program of that result."""
-    return found if isinstance(found, Loop | Cases) else just(found)
+    return found if isinstance(found, Loop | Cases) else constant(found)
 
 
 def change_loops(program: Program, change: Callable[[Loop], Loop]) -> Program:
@@ -57,14 +57,14 @@ def change_loops(program: Program, change: Callable[[Loop], Loop]) -> Program:
     return program._replace(cases=[lambda case=case: change(case()) for case in program.cases])
 
 
-def then(program: Program, change: Callable[[Any], Any]) -> Program:
+def map_result(program: Program, change: Callable[[Any], Any]) -> Program:
     """Returns the program with its result changed."""
     return change_loops(
         program, lambda loop: loop._replace(end=lambda carry: change(loop.end(carry)))
     )
 
 
-def together(first: Program, second: Loop) -> Program:
+def zip_loops(first: Program, second: Loop) -> Program:
     """Returns the program of both, step by step; its result is (that of `first`, that of
     `second`). One that has fewer steps waits at its end for the other.
     """

@@ -23,7 +23,7 @@ from fedjax_cfl.client.cohort import (
     make_int_array,
     read_block,
 )
-from fedjax_cfl.client.executor import Cases, Loop, Program, then
+from fedjax_cfl.client.executor import Cases, Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.client.steps import StepChange, direct_loop
@@ -98,8 +98,8 @@ class LocalSGD:
             )
 
         if changes:
-            return then(direct_loop(training, data, changes), upload)
-        return then(self.make_loop(training, data), upload)
+            return map_result(direct_loop(training, data, changes), upload)
+        return map_result(self.make_loop(training, data), upload)
 
 
 def train_from(
@@ -116,7 +116,7 @@ def train_from(
     def relate(upload: Upload) -> Upload:
         return upload.replace(start_group=jnp.where(upload.weight > 0, work.group, 0))
 
-    return then(solve(client, data, (key, start), alone), relate)
+    return map_result(solve(client, data, (key, start), alone), relate)
 
 
 def add_change(solve: ClientFn, change: StepChange) -> ClientFn:

@@ -160,8 +160,7 @@ def clustered(
         finish=finish,
         start_clients=no_clients if start is None and move is None else None,
     )
-    algorithm = federated(task, local, system, method)
-    return algorithm._replace(serve=groups.serve) if found is None else algorithm
+    return federated(task, local, system, method)._replace(serve=groups.serve)
 
 
 def check_choice(settings: dict[str, Any], measure: Measure) -> None:

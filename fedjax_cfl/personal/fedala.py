@@ -19,7 +19,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, client_range
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import as_pytree, train_from
 from fedjax_cfl.data.federated import gather
@@ -111,7 +111,7 @@ def train_from_mixture(
         rows = {**upload.rows, NAME: Mixing(own, weights, work.group, met)}
         return upload.replace(delta=delta, rows=rows)
 
-    return then(train_from(start, solve, client, data, key, work), keep)
+    return map_result(train_from(start, solve, client, data, key, work), keep)
 
 
 def fit_weights(task: Task, share: float, batch_size: int) -> Any:

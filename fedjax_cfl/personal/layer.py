@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, then, together
+from fedjax_cfl.client.executor import Loop, Program, map_result, zip_loops
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm
 from fedjax_cfl.client.sgd import add_change, as_pytree, sgd, train_from
@@ -149,6 +149,6 @@ def train_beside(
             row = jax.tree.map(jnp.add, work.rows[name], mine.delta)
             return upload.replace(steps=upload.steps + mine.steps, rows={**upload.rows, name: row})
 
-        return then(together(solve(client, data, shared, work), second), join)
+        return map_result(zip_loops(solve(client, data, shared, work), second), join)
 
     return Partial(train, as_pytree(solve), train_own)

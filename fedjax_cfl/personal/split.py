@@ -34,7 +34,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, then
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import add_change, as_pytree, train_from
 from fedjax_cfl.client.steps import Step, StepChange
@@ -204,7 +204,7 @@ def split_models(
             rows = {**upload.rows, name: jax.tree.map(jnp.add, row, own)}
             return upload.replace(delta=merge(unchanged, upload.delta), rows=rows)
 
-        return then(train_from(start, solve, client, data, key, work), part)
+        return map_result(train_from(start, solve, client, data, key, work), part)
 
     return Method(
         name=name,

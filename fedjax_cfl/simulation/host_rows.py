@@ -32,7 +32,7 @@ def row_bytes(algorithm: Algorithm, data: FederatedData, key: Key, mesh: Mesh) -
     return sum(leaf.size // len(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))
 
 
-def lent_shapes(algorithm: Algorithm, carry: Carry, count: int, mesh: Mesh) -> Carry:
+def device_shapes(algorithm: Algorithm, carry: Carry, count: int, mesh: Mesh) -> Carry:
     """Returns what `carry_shapes` returns, with `count` rows of clients; 0: all are there."""
     state, data_state = carry
     if count:
@@ -84,7 +84,7 @@ def make_rows(state: State) -> State:
     )
 
 
-def lend_rows(state: State, ids: np.ndarray, shapes: State) -> State:
+def rows_to_device(state: State, ids: np.ndarray, shapes: State) -> State:
     """Returns the state with the rows of the clients `ids` [n] alone, on the devices.
 
     `shapes` are those that the program was compiled for, with room for n rows or more.
@@ -107,7 +107,7 @@ def lend_rows(state: State, ids: np.ndarray, shapes: State) -> State:
     )
 
 
-def take_back(before: State, after: State, ids: np.ndarray) -> State:
+def rows_to_host(before: State, after: State, ids: np.ndarray) -> State:
     """Returns the state `after` a block with all rows on the host: those of `before`, in which the
     rows of the clients `ids` [n], which `after` has, are written.
     """

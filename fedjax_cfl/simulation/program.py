@@ -172,36 +172,36 @@ def init_evaluation(feed: Any, mesh: Mesh) -> Any:
 def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: Mesh) -> Carry:
     """Returns the shapes of the carry that the program of one side is given, see `host_rows`."""
     count = feed.lent[side] if feed.row_bytes else 0
-    return host_rows.lent_shapes(algorithm, carry, count, mesh)
+    return host_rows.device_shapes(algorithm, carry, count, mesh)
 
 
-def lend_train_rows(feed: Any, carry: Carry, done: int, count: int, shapes: Carry) -> Carry:
+def train_rows_to_device(feed: Any, carry: Carry, done: int, count: int, shapes: Carry) -> Carry:
     """Returns the carry as `count` rounds from round `done` on are given it, see `host_rows`.
 
     Args: `feed` brings the data; `shapes` are those of `find_shapes`.
     """
     if not feed.row_bytes:
         return carry
-    return host_rows.lend_rows(carry[0], feed.block_clients(done, count), shapes[0]), carry[1]
+    return host_rows.rows_to_device(carry[0], feed.block_clients(done, count), shapes[0]), carry[1]
 
 
 def take_back_rows(feed: Any, carry: Carry, done: int, count: int, after: State) -> State:
     """Returns the state `after` these rounds as it goes from one block to the next.
 
-    Args: as those of `lend_train_rows`; `carry` is that before the block.
+    Args: as those of `train_rows_to_device`; `carry` is that before the block.
     """
     if not feed.row_bytes:
         return after
-    return host_rows.take_back(carry[0], after, feed.block_clients(done, count))
+    return host_rows.rows_to_host(carry[0], after, feed.block_clients(done, count))
 
 
-def lend_test_rows(feed: Any, carry: Carry, first: int | None, shapes: Carry) -> Carry:
+def test_rows_to_device(feed: Any, carry: Carry, first: int | None, shapes: Carry) -> Carry:
     """Returns the carry as the test of the clients from number `first` on is given it."""
     if not feed.row_bytes:
         return carry
     assert first is not None  # of a population on the host
     ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
-    return host_rows.lend_rows(carry[0], ids, shapes[0]), carry[1]
+    return host_rows.rows_to_device(carry[0], ids, shapes[0]), carry[1]
 
 
 def plan_run(feed: Any, state: State, programs: dict[str, Any], mesh: Mesh) -> dict[str, int]:
@@ -284,7 +284,7 @@ def compile_functions(
         return host_rows.make_rows(state) if feed.row_bytes else state, data_state
 
     def step(carry: Carry, data, done: int, count: int):
-        lent = lend_train_rows(feed, carry, done, count, shapes)
+        lent = train_rows_to_device(feed, carry, done, count, shapes)
         state, data_state, infos = train(*given, data, *lent, done, count)
         return (take_back_rows(feed, carry, done, count, state), data_state), infos
 
@@ -294,7 +294,7 @@ def compile_functions(
         apart: evaluate.Evaluation | None = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
-            lent = lend_test_rows(feed, carry, first, tested)
+            lent = test_rows_to_device(feed, carry, first, tested)
             arguments = *given, data, *lent, found, first
             found, index, apart = jax.block_until_ready(programs["test"](*arguments))
         if carry[1]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.executor import as_program, then
+from fedjax_cfl.client.executor import as_program, map_result
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.tree import squared_leaf_norms, squared_norms, take_rows
@@ -203,7 +203,7 @@ def with_faults(faults: Faults, solve: Callable[..., Any]) -> Partial:
             each = jax.tree.map(lambda leaf: leaf[None], upload)
             return take_rows(inject_faults(faults, key, cohort, each, attackers), 0)
 
-        return then(as_program(solve(client, data, own, client_inputs)), send)
+        return map_result(as_program(solve(client, data, own, client_inputs)), send)
 
     return Partial(solve_with_faults, solve if isinstance(solve, Partial) else Partial(solve))
 

@@ -132,7 +132,7 @@ def fesem(
     if detector:
         start = with_shift_reference(start)
         move = on_shift(nearest_stored_center(nearest), local, detector)
-    hooks = Method(
+    method = Method(
         sgd(task, local, objective),
         start=start,
         takes_newcomers=False,  # the server has no model of theirs
@@ -142,7 +142,7 @@ def fesem(
         aggregate=centers.aggregate,
         finish=keep_models(local.execution.mesh),
     )
-    return federated(task, local, system, hooks)._replace(client_models=stored_models)
+    return federated(task, local, system, method)._replace(client_models=stored_models)
 
 
 def stored_models(state: State) -> Params:

@@ -39,7 +39,7 @@ from fedjax_cfl.algorithms.fesem.matching import (
 )
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import then
+from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
@@ -85,7 +85,7 @@ def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
             moved = permute_hidden_units(layers, upload.delta, orders)
             return upload.replace(delta=jax.tree.map(jnp.add, shift, moved))
 
-        return then(solve(client, data, shared, work), match)
+        return map_result(solve(client, data, shared, work), match)
 
     return Partial(solve_and_match, solve)
 
@@ -211,7 +211,7 @@ def fesem_ma(
     layers = find_layers(task)
     mean, words = head(layers[-1].name)
     solve = sgd(task, local, proximal(mu, erm(task)))
-    hooks = Method(
+    method = Method(
         solve=match_to_center(solve, layers),
         start=with_class_counts(cluster_local_models(restarts)(task, local, system, m), words),
         migrate=e_step_of_all(nearest_center),
@@ -221,4 +221,4 @@ def fesem_ma(
         finish=keep_models(local.execution.mesh),
         takes_newcomers=False,
     )
-    return federated(task, local, system, hooks)._replace(client_models=stored_models)
+    return federated(task, local, system, method)._replace(client_models=stored_models)

@@ -122,7 +122,7 @@ def fielding(
         representation = representation._replace(metric=rule.metric)
     if rule.false_reports:
         representation = with_false_reports(representation, rule.false_reports)
-    hooks = Method(
+    method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=cluster_at_start(task, representation, rule, m),
         migrate=follow_drift(representation, rule) if rule.hear else None,
@@ -133,8 +133,8 @@ def fielding(
         takes_newcomers=False,
     )
     if not (is_number(q) and q == 0):
-        hooks = hooks._replace(prepare=attach_losses(task, local), aggregate=q_fair(q, local))
-    return federated(task, local, system, hooks)
+        method = method._replace(prepare=attach_losses(task, local), aggregate=q_fair(q, local))
+    return federated(task, local, system, method)
 
 
 def cluster_at_start(

@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
-from fedjax_cfl.client.executor import Loop, then
+from fedjax_cfl.client.executor import Loop, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
@@ -199,7 +199,7 @@ def gradient(
                 unit = jnp.where(norm > 0, -flat / jnp.where(norm > 0, norm, 1), 0)
                 return project(unit, length)
 
-            return then(solve(client, data, (jax.random.key(0), shared), work), direction)
+            return map_result(solve(client, data, (jax.random.key(0), shared), work), direction)
 
         def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
             of_client = Partial(client_direction, gradient_step(task, local))

@@ -65,7 +65,7 @@ def flexcfl(
         ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
         return ids[: founding.alpha * groups.used]  # its number is known where this is called
 
-    hooks = Method(
+    method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,
@@ -73,7 +73,7 @@ def flexcfl(
         finish=None if is_number(eta_g) and eta_g == 0 else mix(eta_g),
         start_clients=start_clients if detector is None else None,
     )
-    return federated(task, local, system, hooks)._replace(serve=groups.serve)
+    return federated(task, local, system, method)._replace(serve=groups.serve)
 
 
 def fedgroup(task: Task, local: Local, system: SystemLike, **options: Any) -> Algorithm:

@@ -148,7 +148,7 @@ def md_icfl(
     """
     check_arguments(md_icfl, locals(), "algorithm")
     sampler = sampling(task, local)
-    hooks = Method(
+    method = Method(
         sgd(task, local),
         start=random_assignment(start(task, m), m, sampler, privacy),
         migrate=refill_empty_groups(task, empty) if empty else None,
@@ -158,7 +158,7 @@ def md_icfl(
         regroup=join_nearest_model(task, local, sampler, privacy),
         aggregate=aggregate,
     )
-    return federated(task, local, system, hooks)
+    return federated(task, local, system, method)
 
 
 def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privacy) -> StartFn:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_cfl.client.cohort import run_clients
-from fedjax_cfl.client.executor import Loop, Program, then
+from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
@@ -274,7 +274,7 @@ def generator(
                 def draw(variables):
                     return training.draw(module, keys[1], variables, labels, classes), variables
 
-                return then(training.train(module, keys[0], variables, model, classes), draw)
+                return map_result(training.train(module, keys[0], variables, model, classes), draw)
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
