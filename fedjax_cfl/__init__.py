@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fedjax_cfl.round import federated
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
-    from fedjax_cfl.simulation import check_algorithm, choose_k, make_run_fn
+    from fedjax_cfl.simulation import check_algorithm, make_run_fn
     from fedjax_cfl.system import Faults, System, select
     from fedjax_cfl.types import (
         Algorithm,
@@ -69,7 +69,6 @@ __all__ = [
     "as_task",
     "chain",
     "check_algorithm",
-    "choose_k",
     "clustered",
     "compare",
     "concept",
@@ -121,7 +120,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     "round": ("federated",),
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
-    "simulation": ("check_algorithm", "choose_k", "make_run_fn"),
+    "simulation": ("check_algorithm", "make_run_fn"),
     "system": ("Faults", "System", "select"),
 }
 

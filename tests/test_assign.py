@@ -11,12 +11,12 @@ from conftest import charged, nightly
 from test_aggregate import sent
 
 from fedjax_cfl.clustering.assign import (
-    best_model,
     cold_start,
-    every_round,
     nearest_direction,
     random_group,
 )
+from fedjax_cfl.clustering.clustered import ask_cohort, least_loss
+from fedjax_cfl.clustering.measure import losses
 from fedjax_cfl.method import Round
 from fedjax_cfl.system.reports import make_bill, make_count, make_report, no_faults, no_traffic
 from fedjax_cfl.types import Cohort, State
@@ -43,6 +43,11 @@ def met(models, assignment, active=None, memory=()):
     )
 
 
+def least_loss_of(task, local, with_l2=False):
+    """Returns what lets each client choose the model of least loss."""
+    return ask_cohort(local, losses(task, local, with_l2), least_loss, None)
+
+
 @pytest.mark.parametrize("with_l2", [nightly(False), True])
 def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
     """The second model is scaled up, so that its L2 penalty costs it clients; then the
@@ -60,7 +65,7 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
             table[client, g] = each.mean() + with_l2 * 0.001 * np.sum(
                 np.square(models["head"]["kernel"][g])
             )
-    choose = jax.jit(best_model(linear, local, with_l2))
+    choose = jax.jit(least_loss_of(linear, local, with_l2))
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
     chosen, _ = choose(Round(KEY, met(models, [-1] * 14), toy, cohort))
     np.testing.assert_array_equal(chosen, table.argmin(1))
@@ -71,16 +76,6 @@ def test_best_model_is_that_of_brute_force(toy, linear, local, models, with_l2):
         choose(Round(KEY, met(models, [-1] * 14, active), toy, cohort))[0],
         np.where(active, table, np.inf).argmin(1),
     )
-
-
-def test_every_round_charges_the_real_clients(toy, models):
-    cohort = Cohort(ids=jnp.array([3, 14, 5, 14, 0]), rank=jnp.arange(5))
-    gid, report = every_round(lambda *_: (jnp.array([2, 0, 1, 0, 2]), make_report()))(
-        Round(KEY, met(models, [-1] * 14), toy, cohort)
-    )
-    assert gid.tolist() == [2, 0, 1, 0, 2]
-    cost = charged(report.bill)
-    assert (cost.units_down, cost.units_up, cost.words_up) == (3 * (3 - 1), 0, 3)
 
 
 def test_cold_start_touches_only_newcomers(toy, models):
@@ -139,9 +134,9 @@ def test_a_model_that_is_not_finite_is_never_chosen(toy, linear, local, models, 
     """Nor one whose losses are not."""
     broken = jax.tree.map(lambda leaf: leaf.at[place].set(bad * jnp.sign(leaf[0])), models)
     cohort = Cohort(ids=jnp.arange(14), rank=jnp.arange(14))
-    chosen, _ = best_model(linear, local)(Round(KEY, met(broken, [-1] * 14), toy, cohort))
+    chosen, _ = least_loss_of(linear, local)(Round(KEY, met(broken, [-1] * 14), toy, cohort))
     usable = jnp.arange(3) != place
-    left, _ = best_model(linear, local)(Round(KEY, met(models, [-1] * 14, usable), toy, cohort))
+    left, _ = least_loss_of(linear, local)(Round(KEY, met(models, [-1] * 14, usable), toy, cohort))
     has_data = np.asarray(toy.train.size) > 0
     np.testing.assert_array_equal(chosen[has_data], left[has_data])
 
@@ -163,8 +158,7 @@ def test_a_direction_that_is_not_finite_is_never_chosen(toy, bad):
     assert chosen.tolist() == [2, 2, 3, 3]
 
 
-@pytest.mark.parametrize("wrap", [every_round, cold_start])
-def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
+def test_what_a_choice_sends_is_counted_too(toy, models):
     """Words of each slot, and a model of one, besides what the wrapper counts."""
     cohort = Cohort(jnp.array([0, 3, 14], jnp.int32), jnp.arange(3, dtype=jnp.int32))
     state = met(models, [-1] * 14)
@@ -177,7 +171,7 @@ def test_what_a_choice_sends_is_counted_too(wrap, toy, models):
         return jnp.zeros(3, jnp.int32), make_report()
 
     loud, silent = (
-        charged(wrap(one)(Round(KEY, state, toy, cohort))[1].bill)
+        charged(cold_start(one)(Round(KEY, state, toy, cohort))[1].bill)
         for one in (choose, choose_silently)
     )
     assert loud.words_up - silent.words_up == 11 and loud.units_up - silent.units_up == 1

@@ -20,13 +20,13 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import best_model, every_round
 from fedjax_cfl.clustering.measure import Question, average_over_samples
 from fedjax_cfl.clustering.migrate import any_change
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.system.devices import fedscale_clock
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 
 KEY = jax.random.key(5)
@@ -55,10 +55,11 @@ def sticky_in_full(task, local, system, *, m, gain=0.1):
         best, old = jnp.argmin(loss, axis=1), current_groups(r.state, r.cohort)
         kept = jnp.take_along_axis(loss, jnp.maximum(old, 0)[:, None], axis=1)[:, 0]
         stay = (old >= 0) & (loss.min(axis=1) > (1 - gain) * kept)
-        _, bill = best_model(task, local)(r)
-        return jnp.where(stay, old, best), bill
+        size, real = r.cohort.take(r.data.train.size), r.cohort.ids < r.data.num_clients
+        bill = make_bill(real * (m - 1), words_up=real, samples=real * m * size)
+        return jnp.where(stay, old, best), make_report(bill)
 
-    method = cfl.Method(sgd(task, local), random_groups(task, m), assign=every_round(choose))
+    method = cfl.Method(sgd(task, local), random_groups(task, m), assign=choose)
     return cfl.federated(task, local, system, method)
 
 

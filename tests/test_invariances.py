@@ -21,8 +21,7 @@ from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import gradient_step, sgd
-from fedjax_cfl.data.federated import gather
-from fedjax_cfl.simulation.choose_k import draw_clients
+from fedjax_cfl.data.federated import gather, take_clients
 from fedjax_cfl.simulation.vectorize import stack_data
 from fedjax_cfl.system import select
 from fedjax_cfl.system.power_of_choice import rpow_d
@@ -229,7 +228,7 @@ def test_whole_runs_on_shared_samples(toy, mlp, local, first_layer):
     chex.assert_trees_all_equal(one.state, other.state)
     for row, same in zip(one.rows, other.rows, strict=True):
         np.testing.assert_equal(row | {"wall_s": 0}, same | {"wall_s": 0})
-    few, same = (draw_clients(KEY, data, 5) for data in (indexed, copies))
+    few, same = (take_clients(data, np.array([1, 4, 5, 9, 12])) for data in (indexed, copies))
     for view in ("train", "test"):
         rows, others = getattr(few, view).order, getattr(same, view).order
         chex.assert_trees_all_equal(gather(few, rows), gather(same, others))

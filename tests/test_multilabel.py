@@ -283,19 +283,6 @@ def test_devices_and_the_place_of_the_samples_change_nothing(
             np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-4, err_msg=name)
 
 
-@pytest.mark.nightly
-def test_choosing_k_by_f1():
-    data, task = federate(planted()), make_task()
-    local = cfl.Local(lr=1.0, epochs=5, batch_size=10)
-
-    def make(m):
-        return cfl.algorithms.ifca(task, local, cfl.select.uniform(12), m=m)
-
-    choice = cfl.choose_k(make, task, data, jax.random.key(0), (1, 2), rounds=4, by="micro_f1")
-    assert choice.m == 2 and choice.table[1]["micro_f1"] > 0.9 > choice.table[0]["micro_f1"]
-    one_line("scored by micro-F1", cfl.choose_k, make, task, data, jax.random.key(0), (1, 2))
-
-
 # files
 
 

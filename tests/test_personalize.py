@@ -12,7 +12,6 @@ import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import best_model, cold_start
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
@@ -193,8 +192,7 @@ def warm_start(task, local, system):
             assignment=jax.numpy.zeros(data.num_clients, int)
         )
 
-    method = Method(sgd(task, local), start, assign=cold_start(best_model(task, local)))
-    return federated(task, local, system, method)
+    return cfl.clustered(task, local, system, m=2, start=start, once=True)
 
 
 def test_a_method_needs_a_rule_for_new_clients(toy, linear, local):

@@ -359,20 +359,6 @@ def test_a_loss_of_ones_own_is_given_again(tmp_path, monkeypatch):
     np.testing.assert_allclose(run.task.loss(params, jnp.zeros((1, 3)), 3 * jnp.ones(1)), 3)
 
 
-@pytest.mark.nightly
-def test_choosing_k_by_rmse():
-    data = federate(planted())
-    task = cfl.as_task(cfl.models.MCLR(1), (3,), 0, 0.0)
-    local = cfl.Local(lr=0.05, epochs=5, batch_size=10)
-
-    def make(m):
-        return cfl.algorithms.ifca(task, local, cfl.select.uniform(12), m=m)
-
-    choice = cfl.choose_k(make, task, data, jax.random.key(0), (1, 2), rounds=4, by="rmse")
-    assert choice.m == 2 and choice.table[1]["rmse"] < 0.5 < choice.table[0]["rmse"]
-    one_line("scored by RMSE", cfl.choose_k, make, task, data, jax.random.key(0), (1, 2))
-
-
 # files
 
 

@@ -34,12 +34,11 @@ from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import add_change, sgd
 from fedjax_cfl.client.steps import Step, StepChange
-from fedjax_cfl.clustering.assign import best_model, cold_start
+from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
-from fedjax_cfl.method import Method, RegroupFn, Round
-from fedjax_cfl.round.engine import federated
+from fedjax_cfl.method import RegroupFn, Round
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.system import SystemLike
@@ -92,15 +91,18 @@ def fedgwc(
     local = local.replace(steps=steps)
     solve = add_change(sgd(task, local), StepChange(LOSSES, step=record_loss))
     find = partial(find_parts, most=parts, gamma=gamma)
-    method = Method(
-        Partial(partial(send_losses, steps), solve),
+    return clustered(
+        task,
+        local,
+        system,
+        m=m,
+        once=True,
+        solve=Partial(partial(send_losses, steps), solve),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_weights, m),
-        assign=cold_start(best_model(task, local)),
         prepare=charge_words(steps),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
-    return federated(task, local, system, method)
 
 
 def init_weights(m: int, groups: Params, data: FederatedData) -> Interactions:

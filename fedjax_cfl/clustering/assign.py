@@ -1,9 +1,8 @@
-"""Which group each client of the cohort trains.
+"""Which group each client of the cohort trains, of methods that are no calls of `clustered`.
 
-All are `AssignFn`s (see `method`). Those that choose do not say what is sent: `every_round` and
-`cold_start` do. The engine stores the groups as the assignment of the cohort; other clients
-keep theirs. `train_without_recording` trains outside of a round: the first updates of founders,
-newcomers and clients whose data shifted.
+All are `AssignFn`s (see `method`). The engine stores the groups as the assignment of the cohort;
+other clients keep theirs. `train_without_recording` trains outside of a round: the first updates of
+founders, newcomers and clients whose data shifted.
 """
 
 from typing import Protocol
@@ -12,19 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
+from fedjax_cfl.client.cohort import ClientFn, over_clients
 from fedjax_cfl.client.local import Local, full_work
-from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.method import AssignFn, Round
-from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import Faults, with_faults
 from fedjax_cfl.system.reports import add_bills, make_bill, make_report, sum_fault_counts
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import squared_leaf_norms
-from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Task, Upload
+from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Report, Upload
 
 
 class TrainFn(Protocol):
@@ -67,42 +64,6 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
         return upload, make_report(inferred, fault_counts=sum_fault_counts(counts, cohort))
 
     return run
-
-
-def best_model(task: Task, local: Local, with_l2: bool = False) -> AssignFn:
-    """Chooses the group model of lowest loss on the client's training set.
-
-    Ties go to the lowest group. A model whose loss is not finite is chosen only if all
-    are so.
-    """
-    losses = over_clients(training_loss(task, with_l2, local), local.execution)
-
-    def choose(r: Round) -> tuple[jax.Array, Report]:
-        state, cohort = r.state, r.cohort
-        own = take_cohort_rows(state, cohort, local.execution.mesh)
-        loss = losses(cohort, r.data, state.groups, own)  # [S, m]
-        usable = state.active & jnp.isfinite(loss)
-        best = jnp.argmin(jnp.where(usable, loss, jnp.inf), axis=1).astype(jnp.int32)
-        samples = state.active.sum() * client_range(cohort.ids, r.data)[0]
-        return best, make_report(make_bill(samples=samples))
-
-    return choose
-
-
-def every_round(choose: AssignFn) -> AssignFn:
-    """Chooses the groups of the whole cohort in every round (IFCA, Algorithm 1 line 6).
-
-    A client downloads m models, one of which the round counts already, and sends its
-    choice in one word.
-    """
-
-    def assign(r: Round) -> tuple[jax.Array, Report]:
-        gid, report = choose(r)
-        real = (r.cohort.ids < r.data.num_clients).astype(jnp.int32)
-        sent = make_bill(units_down=real * (r.state.active.sum() - 1), words_up=real)
-        return gid, report.replace(bill=add_bills(report.bill, sent))
-
-    return assign
 
 
 def cold_start(choose: AssignFn) -> AssignFn:
