@@ -3,7 +3,6 @@
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -71,10 +70,13 @@ def layer(
     if epochs is not None and own_step is None:
         raise InputError(f"layer {name!r}: epochs are those of own_step; leave them out")
 
+    def follow(c: Step, model: Params, row: Any) -> tuple[Params, Any]:
+        assert step is not None
+        return follow_batches(step, c, model, row)
+
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        if step is not None:
-            return add_change(solve, StepChange(name, step=partial(follow_batches, step)))
-        assert own_step is not None
+        if own_step is None:
+            return add_change(solve, StepChange(name, step=follow))
         return train_beside(name, task, own_local(local, epochs), solve, own_step)
 
     return Method(name=name, rows=own, train=train, serve=serve)
