@@ -209,7 +209,7 @@ class Upload(struct.PyTreeNode):
     weight: jax.Array  # [S] float32, training samples, 0 in an empty slot
     loss: jax.Array  # [S] float32, mean training loss over the first local epoch
     last_loss: jax.Array  # [S] float32, the same over the last local epoch
-    steps: jax.Array  # [S] int32, local SGD steps taken
+    steps: jax.Array  # [S] int32, local SGD steps taken, of models of clients' own, too
     # [S] int32, the group whose model was trained from, 0 where nothing was
     start_group: jax.Array
     squared_norm: Any = None  # [S] float32, ||delta||^2, set by `faults.guard_nonfinite`
@@ -217,6 +217,7 @@ class Upload(struct.PyTreeNode):
     # updates that are not used
     extra: Any = ()
     rows: dict[str, Any] = struct.field(default_factory=dict)  # by layer, what each client keeps
+    model_steps: Any = None  # [S] int32, steps of the group's model alone, where clients do SGD
 
 
 class FaultCounts(struct.PyTreeNode):

@@ -22,11 +22,12 @@ from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.measure import Question, average_over_samples
 from fedjax_cfl.clustering.migrate import any_change
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.system.devices import fedscale_clock
-from fedjax_cfl.system.reports import make_bill, make_report
+from fedjax_cfl.system.reports import count_to_int, make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 
 KEY = jax.random.key(5)
@@ -427,7 +428,7 @@ PERSONAL = cfl.personal
     [
         ([], "chain: None is no method; the first part is a method"),
         ([PERSONAL.ditto()], "chain: 'Ditto' is no method"),
-        ([cfl.algorithms.ifca, PERSONAL.ditto], "is no layer; the first part is a method"),
+        ([cfl.algorithms.ifca, PERSONAL.ditto], "call it, ditto(); the first part is a method"),
         ([cfl.algorithms.ifca, cfl.algorithms.ifca], "is no layer"),
     ],
 )
@@ -449,3 +450,64 @@ def test_chain_refuses(parts, says):
 )
 def test_layers_that_do_not_fit_are_refused(layers, says, mlp, local):
     one_line(says, cfl.chain(cfl.algorithms.ifca, *layers), mlp, local, SIX, m=2)
+
+
+# wrong uses that a person makes
+
+
+WRONG = {
+    "all losses": ({"choose": lambda loss, old: loss}, r"choose: returned float32\[6, 2\]"),
+    "a float": ({"choose": lambda loss, old: 0.0 * old}, r"choose: returned float32\[6\]"),
+    "nothing": ({"choose": lambda loss, old: None}, "choose: returned NoneType; return one whole"),
+    "one group": ({"cluster": lambda *given: jnp.int32(0)}, r"cluster: returned int32\[\]"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_group_is_refused(case, toy, linear, local):
+    given, says = WRONG[case]
+    algorithm = cfl.clustered(linear, local, SIX, m=2, **given)
+    state = jax.eval_shape(algorithm.init, KEY, toy)
+    with pytest.raises(InputError, match=says):
+        jax.eval_shape(algorithm.round, KEY, state, toy)
+
+
+STEPS = {
+    "one value": (lambda c, w, v: c.sgd, "step: must return two values"),
+    "no step": (lambda c, w, v: (w, v), "step: returns the group's model as it was; return c.sgd"),
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_what_is_no_step_is_refused(case, toy, linear, local):
+    step, says = STEPS[case]
+    one = local.replace(personal=cfl.layer("mine", own=lambda w: w, step=step))
+    algorithm = cfl.algorithms.fedavg(linear, one, SIX)
+    state = jax.eval_shape(algorithm.init, KEY, toy)
+    with pytest.raises(InputError, match=says):
+        jax.eval_shape(algorithm.round, KEY, state, toy)
+
+
+@pytest.mark.parametrize(
+    ("serve", "says"),
+    [(lambda v, w: v["head"], "must return a model"), (lambda v, w: v["body"], "fails: 'body'")],
+)
+def test_what_is_no_model_is_not_served(serve, says, linear, local):
+    mine = cfl.layer("mine", own=lambda w: w, own_step=lambda c, v: v, serve=serve)
+    with pytest.raises(InputError, match=f"layer 'mine': serve.*{says}"):
+        cfl.algorithms.fedavg(linear, local.replace(personal=mine), SIX)
+
+
+def test_gradients_of_a_step_are_billed(toy, linear, local):
+    """A stranger's Ditto, as a step or beside the group's model, takes the catalogue's steps."""
+
+    def steps_of(layer):
+        algorithm = cfl.algorithms.fedavg(linear, local.replace(personal=layer), SIX)
+        state = jax.jit(algorithm.init)(KEY, toy)
+        return count_to_int(jax.jit(algorithm.round)(KEY, state, toy)[1].steps)
+
+    alone = steps_of(None)
+    assert steps_of(NAMES["ditto"]()) == steps_of(cfl.personal.ditto()) == 2 * alone
+    assert steps_of(cfl.personal.apfl()) == 2 * alone
+    assert steps_of(cfl.personal.pfedme(lam=1.0, inner_steps=3)) == 3 * alone
+    assert steps_of(cfl.personal.scaffold()) == alone

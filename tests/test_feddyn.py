@@ -148,7 +148,8 @@ def test_methods_compare_updates_without_the_linear_term(local):
         weight=np.array([5.0, 0.0]),
         loss=np.zeros(2),
         last_loss=np.zeros(2),
-        steps=np.array([4, 0]),
+        steps=np.array([9, 0]),
+        model_steps=np.array([4, 0]),
         start_group=np.zeros(2, np.int32),
     )
     work = Work(np.zeros(2, np.int32), np.ones(2), np.full(2, 0.5))

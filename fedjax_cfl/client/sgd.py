@@ -26,7 +26,7 @@ from fedjax_cfl.client.cohort import (
 from fedjax_cfl.client.executor import Cases, Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
-from fedjax_cfl.client.steps import StepChange, direct_loop
+from fedjax_cfl.client.steps import StepChange, count_gradients, direct_loop
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tree import move_statistics, take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
@@ -92,12 +92,15 @@ class LocalSGD:
                 weight=count.astype(jnp.float32),
                 loss=first_loss,
                 last_loss=last_loss,
-                steps=plan.steps,
+                steps=plan.steps * gradients,
                 start_group=jnp.where(count > 0, work.group, 0),
                 rows=rows,
+                model_steps=plan.steps,
             )
 
+        gradients = 1
         if changes:
+            gradients = count_gradients(training, data, changes)
             return map_result(direct_loop(training, data, changes), upload)
         return map_result(self.make_loop(training, data), upload)
 

@@ -33,6 +33,8 @@ class StepChange(struct.PyTreeNode):
     corrects: bool = struct.field(pytree_node=False, default=False)
     # mini-batches in a step: a client takes as many steps fewer
     batches: int = struct.field(pytree_node=False, default=1)
+    # gradients that a client takes for each mini-batch; None: as many as `step` asks for
+    gradients: int | None = struct.field(pytree_node=False, default=None)
 
 
 class Step:
@@ -60,8 +62,9 @@ class Step:
         """
         self.number, self.lr = number, training.lr
         self.received, self.extra = training.start, training.client_extra
-        self.slope = slope
+        self.gradients = 0  # how many were asked for
         self.velocities = velocities
+        self._slope = slope
         self._training, self._model, self._directions = training, model, directions
         self._sgd: tuple[jax.Array, Params] | None = None  # the summed loss before, the model after
         self._taken: set[str] = set()  # of `follow` and `descend`, what was called
@@ -86,8 +89,21 @@ class Step:
         )
         return jnp.sum(real)
 
+    def slope(self, model: Params, batch: int = 0) -> tuple[jax.Array, Params]:
+        """Returns the summed loss [] of a model on this step's mini-batch, and `grad` of it."""
+        self.gradients += 1
+        return self._slope(model, batch)
+
+    def move_statistics(self, after: Params, before: Params) -> Params:
+        """Returns the model `after` a step with the running statistics that the model `before` it
+        has once it has seen this step's mini-batch.
+        """
+        return move_statistics(after, before, self._slope(before, 0)[1])
+
     def grad(self, model: Params, batch: int = 0) -> Params:
-        """Returns the gradient of the mean loss of a model on this step's mini-batch."""
+        """Returns the gradient of the mean loss of a model on this step's mini-batch, which counts
+        as a step of the client. `batch` is the number of the mini-batch where there are several.
+        """
         return self.slope(model, batch)[1]
 
     @property
@@ -101,7 +117,7 @@ class Step:
     @property
     def loss(self) -> jax.Array:
         """The summed loss [] of the group's model on this step's mini-batch, before the step."""
-        return self._sgd[0] if self._sgd else self.slope(self._model, 0)[0]
+        return self._sgd[0] if self._sgd else self._slope(self._model, 0)[0]
 
     def follow(self, gradient: Params) -> Params:
         """Returns the model of the group after a step of SGD along `gradient`, with the client's
@@ -147,28 +163,9 @@ def direct_loop(
 
     Args: at most one of `changes` has a `step`; `training.rows` has the row of each layer.
     """
-    training = change_objective(training, changes)
-    rows, start, plan = training.rows, training.start, training.plan
-    directions = tuple(rows[change.name] for change in changes if change.corrects)
-    accumulates = not changes and can_accumulate(training)
-    plain = StepChange("", step=accumulate if accumulates else plain_step)
-    stepping = next((change for change in changes if change.step), plain)
-    advance = stepping.step
-    assert advance is not None
-    loss_of_step, batches = batch_losses(training, data), stepping.batches
-
-    def locate(number: jax.Array, batch: int) -> jax.Array:
-        at = number * batches + batch
-        return lax.rem(at, jnp.maximum(plan.steps, 1)) if batches > 1 else at
-
-    def take(number, model, row, velocities):
-        losses = [loss_of_step(locate(number, batch)) for batch in range(batches)]
-        slope = make_slope(losses, -training.lr if accumulates else None)
-        step = Step(training, slope, number, model, velocities, directions)
-        model, row, *totals = advance(step, model, row)
-        if directions and not step.is_followed:
-            check_correction(changes, stepping)
-        return model, row, step.velocities, totals or [step.loss]
+    training, stepping = change_objective(training, changes), find_step(training, changes)
+    start, plan, batches = training.start, training.plan, stepping.batches
+    take = make_take(training, data, changes)
 
     def body(number, carry):
         model, row, velocities, losses = carry
@@ -176,7 +173,8 @@ def direct_loop(
         for batch, total in enumerate(totals):
             known = number * batches + batch < plan.steps  # else the mini-batch is one of the first
             total = jnp.where(known, total, 0.0) if batches > 1 else total
-            losses = plan.add_loss(locate(number, batch), losses, total)
+            at = locate_batch(training, number, batch, batches)
+            losses = plan.add_loss(at, losses, total)
         return model, row, velocities, losses
 
     def end(carry):
@@ -184,13 +182,69 @@ def direct_loop(
         delta = jax.tree.map(jnp.subtract, model, start)
         return delta, jnp.stack(losses), new_rows(training, changes, {stepping.name: row}, delta)
 
-    row = rows.get(stepping.name, ())
+    row = training.rows.get(stepping.name, ())
     velocities = no_velocity(training.local, start), ()
     if training.local.momentum:  # that of the client's own model is as large as the step says
         shapes = jax.eval_shape(lambda: take(jnp.int32(0), start, row, velocities)[2])
         velocities = velocities[0], jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[1])
     begin = start, row, velocities, (jnp.zeros(()), jnp.zeros(()))
     return Loop(lax.div(plan.steps + batches - 1, batches), begin, body, end)
+
+
+def find_step(training: Training, changes: tuple[StepChange, ...]) -> StepChange:
+    """Returns the one of `changes` that says what a step is, or plain SGD."""
+    accumulates = not changes and can_accumulate(training)
+    plain = StepChange("", step=accumulate if accumulates else plain_step)
+    return next((change for change in changes if change.step), plain)
+
+
+def locate_batch(training: Training, number: jax.Array, batch: int, batches: int) -> jax.Array:
+    """Returns the number of a mini-batch of step `number`, which has several of them; after the
+    last one come the first.
+    """
+    at = number * batches + batch
+    return lax.rem(at, jnp.maximum(training.plan.steps, 1)) if batches > 1 else at
+
+
+def make_take(
+    training: Training, data: FederatedData, changes: tuple[StepChange, ...]
+) -> Callable[..., tuple]:
+    """Returns (number, model, row, velocities, calls) -> (model, row, velocities, summed losses of
+    the mini-batches) after a step. To the list `calls` it adds an entry for each gradient.
+    """
+    stepping, loss_of_step = find_step(training, changes), batch_losses(training, data)
+    directions = tuple(training.rows[change.name] for change in changes if change.corrects)
+    accumulates, advance = stepping.step is accumulate, stepping.step
+    assert advance is not None
+
+    def take(number, model, row, velocities, calls=None):
+        at = [locate_batch(training, number, n, stepping.batches) for n in range(stepping.batches)]
+        slope = make_slope(list(map(loss_of_step, at)), -training.lr if accumulates else None)
+        step = Step(training, slope, number, model, velocities, directions)
+        model, row, *totals = advance(step, model, row)
+        if directions and not step.is_followed:
+            check_correction(changes, stepping)
+        if calls is not None:
+            calls += range(step.gradients)
+        return model, row, step.velocities, totals or [step.loss]
+
+    return take
+
+
+def count_gradients(
+    training: Training, data: FederatedData, changes: tuple[StepChange, ...]
+) -> int:
+    """Returns how many gradients a client takes for each mini-batch: 1, or more where it also
+    trains a model of its own.
+    """
+    training, stepping = change_objective(training, changes), find_step(training, changes)
+    if stepping.gradients is not None:
+        return stepping.gradients
+    calls: list[int] = []
+    take, row = make_take(training, data, changes), training.rows.get(stepping.name, ())
+    velocities = no_velocity(training.local, training.start), ()
+    jax.eval_shape(lambda: take(jnp.int32(0), training.start, row, velocities, calls)[:2])
+    return max(len(calls) // stepping.batches, 1)
 
 
 def check_correction(changes: tuple[StepChange, ...], stepping: StepChange) -> None:

@@ -50,7 +50,7 @@ from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
 
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
@@ -100,9 +100,11 @@ def clustered(
             who takes part.
         m: the number of groups, the most that there can be.
         choose: each client chooses for itself: (values, old) -> group [S] int32 from 0 to m - 1.
-            `values` [S, ...] are what the S clients of the cohort measured, by default the losses
-            [S, m] of all models; `old` [S] is the present group of each, -1: none. It sends its
-            choice in one word. None, without the others: the model of least loss (IFCA).
+            `values` [S, ...] are what the clients in the S slots of the cohort measured, by
+            default the losses [S, m] of all models; `old` [S] is the present group of each, -1:
+            none. Decide each row by itself: there may be rows of empty slots, all 0, and rows are
+            in no order; what couples clients belongs into `cluster`. It sends its choice in one
+            word. None, without the others: the model of least loss (IFCA).
         cluster: the server chooses for the whole cohort by what clients send: (key, values, old,
             who) -> group [n]. `who` [n] bool are the clients with samples to measure; rows are in
             the order of clients, whatever the devices. Values are sent before the training.
@@ -228,13 +230,16 @@ def ask_cohort(
         old, real = current_groups(state, cohort), cohort.ids < r.data.num_clients
         if cluster is None:
             gid, words = choose(values, old), 1
+            check_groups("choose", gid, cohort)
         else:
             order, whole = jnp.argsort(cohort.ids), on_every_device(cluster, mesh)
             key, given = (
                 jax.random.fold_in(r.key, 1),
                 (values[order], old[order], (size > 0)[order]),
             )
-            gid = jnp.zeros_like(old).at[order].set(whole(key, *given).astype(jnp.int32))
+            found = whole(key, *given)
+            check_groups("cluster", found, cohort)
+            gid = jnp.zeros_like(old).at[order].set(found.astype(jnp.int32))
             words = measure.count_words(values)
         models = measure.models(state.active.sum())
         more = models - 1 if measure.of_groups else models  # the one that it trains is counted
@@ -245,6 +250,18 @@ def ask_cohort(
         return gid.astype(jnp.int32), make_report(**{"bill" if cluster is None else "early": paid})
 
     return assign
+
+
+def check_groups(name: str, found: Any, cohort: Cohort) -> None:
+    """Raises InputError where the function `name` of `clustered` returned no group [S] of each."""
+    shape, kind = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if shape == cohort.ids.shape and kind is not None and jnp.issubdtype(kind, jnp.integer):
+        return
+    said = type(found).__name__ if shape is None else f"{kind}{list(shape)}"
+    raise InputError(
+        f"{name}: returned {said}; return one whole number from 0 to m - 1 for each row of values,"
+        f" int32[{cohort.ids.size}]"
+    )
 
 
 def ask_newcomers(choose: AssignFn) -> AssignFn:

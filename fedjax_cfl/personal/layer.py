@@ -2,6 +2,7 @@
 `chain` puts layers on a method.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from fedjax_cfl.client.sgd import add_change, as_pytree, sgd, train_from
 from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
-from fedjax_cfl.tree import has_statistics, move_statistics, take_rows
+from fedjax_cfl.tree import has_statistics, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Task, Upload, Work
 
 
@@ -40,8 +41,11 @@ def layer(
     the group's model after the step of SGD that it takes without the layer, `c.lr` the step size,
     `c.received` the model that the client received, `c.number` the step's number,
     `c.descend(model, gradient)` a step of SGD of the own model with the momentum of `cfl.Local`.
-    What is kept is never sent, and clients that have not trained yet use their group's model.
-    Running statistics of batch normalisation follow the mini-batches, whatever a step does.
+    `c.follow(gradient)` is `c.sgd` along another gradient. Each gradient that a step asks for
+    counts as a step of the client: it takes time under a clock. What is kept is never sent, and
+    clients that have not trained yet use their group's model. Running statistics of batch
+    normalisation, in the group's model and in `own` where it is a model, are those that this model
+    has after the mini-batch, whatever a step does.
 
     Args:
         name: of the layer, in messages, and of its rows in `State.rows`.
@@ -96,11 +100,14 @@ def chain(*parts: Any) -> Any:
         "the first part is a method, such as cfl.algorithms.ifca, and layers follow, such as"
         " cfl.personal.ditto()"
     )
+    if isinstance(method, Algorithm):
+        raise InputError(f"chain: the method is built already; {rule}")
     if method is None or not callable(method):
         raise InputError(f"chain: {getattr(method, 'name', None) or method!r} is no method; {rule}")
     for part in layers:
         if not isinstance(part, Method):
-            raise InputError(f"chain: {part!r} is no layer; {rule}")
+            hint = f"; call it, {part.__name__}()" if inspect.isfunction(part) else ""
+            raise InputError(f"chain: {part!r} is no layer{hint}; {rule}")
 
     def chained(task: Task, local: Local, system: Any, **settings: Any) -> Algorithm:
         return method(task, local.replace(personal=(*local.layers, *layers)), system, **settings)
@@ -109,12 +116,19 @@ def chain(*parts: Any) -> Any:
 
 
 def follow_batches(step: Callable, c: Step, model: Params, own: Any) -> tuple[Params, Any]:
-    """Takes a layer's `step`, with the running statistics of the models after their mini-batch."""
-    after, kept = step(c, model, own)
+    """Takes a layer's `step`, with the running statistics of the models after their mini-batch.
+    Raises InputError for a step that is none.
+    """
+    result = step(c, model, own)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise InputError("step: must return two values, (model of the group, own)")
+    after, kept = result
+    if after is model:
+        raise InputError("step: returns the group's model as it was; return c.sgd in its place")
     if not has_statistics(model):
         return after, kept
-    after = move_statistics(after, model, c.grad(model))
-    return after, move_statistics(kept, own, c.grad(own)) if has_statistics(kept) else kept
+    after = c.move_statistics(after, model)
+    return after, c.move_statistics(kept, own) if has_statistics(kept) else kept
 
 
 def own_local(local: Local, epochs: int | None) -> Local:

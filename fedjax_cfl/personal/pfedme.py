@@ -47,7 +47,7 @@ def pfedme(
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_pull("personal.lam", lam, local.lr)
-        return add_change(solve, StepChange("pFedMe", step=step))
+        return add_change(solve, StepChange("pFedMe", step=step, gradients=inner_steps))
 
     return Method(
         name="pFedMe", rows=lambda model: model, train=train, serve=lambda theta, model: theta

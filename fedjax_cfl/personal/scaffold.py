@@ -73,7 +73,7 @@ def remove_correction(local: Local, work: Work, added: Params, upload: Upload) -
     [S, ...] to gradients: those of one group are all corrected toward its mean, which hides what
     distinguishes clients.
     """
-    reach = find_reach(local.lr, local.momentum, upload.steps)
+    reach = find_reach(local.lr, local.momentum, upload.model_steps)
     far = jnp.where(upload.weight > 0, reach * work.lr_scale, 0.0)
     delta = jax.tree.map(lambda d, c: d + jax.vmap(jnp.multiply)(far, c), upload.delta, added)
     return upload.replace(delta=delta, squared_norm=squared_norms(delta).sum(0))

@@ -88,6 +88,23 @@ def check_stack(layers: tuple[Method, ...]) -> None:
         raise InputError(f"personal: {option_of(again)} is given twice; use it once")
 
 
+def check_served(task: Task, layer: Method) -> None:
+    """Raises InputError for a layer that serves something else than a model."""
+    first, serve = layer.rows, layer.serve
+    if first is None or serve is None:
+        return
+    model = jax.eval_shape(task.init, jax.random.key(0))
+    try:
+        served: Any = jax.eval_shape(lambda model: serve(first(model), model), model)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise InputError(f"layer {layer.name!r}: serve(own, model) fails: {error}") from error
+    if jax.tree.structure(served) != jax.tree.structure(model) or served != model:
+        raise InputError(
+            f"layer {layer.name!r}: serve(own, model) must return a model, with the parameters and"
+            " shapes of its second argument"
+        )
+
+
 def find_server_step(layer: Method) -> Callable[..., Params] | None:
     """Returns what a layer adds to the step of a group, None: nothing."""
     return layer.correction.server_step if layer.correction else None

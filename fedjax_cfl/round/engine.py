@@ -28,6 +28,7 @@ from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase
 from fedjax_cfl.round.client_rows import (
     add_rows_to_step,
     check_layers,
+    check_served,
     find_sent_part,
     init_rows,
     keep_rows,
@@ -113,6 +114,7 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     check_layers(layers, system, method)
     solve = method.solve
     for layer in layers:
+        check_served(task, layer)
         solve = layer.train(task, local, solve) if layer.train else solve
     parts = Parts(
         task,
