@@ -16,15 +16,25 @@ NOT_YET: Any = None  # a field of `Round` that a step does not have yet
 
 
 class Round(NamedTuple):
-    """What each step of a round reads, `r`: every field as it is when the step begins."""
+    """What each step of a round reads, `r`: every field as it is when the step begins.
 
-    key: Key  # of this step in this round; use it once
+    Args:
+        key: of this step in this round; use it once.
+        state: `types.State`: groups [m, ...], active [m], assignment [K], memory, rows, round.
+        data: `types.FederatedData`: who holds which samples.
+        cohort: from `assign` on, `types.Cohort`: ids [S], the number of clients in an empty slot.
+        work: from `prepare` on, `types.Work`: what each client does, with its group [S].
+        upload: from `regroup` on, `types.Upload`: what reached the server in time.
+        before: in `finish`, the state that `aggregate` read.
+    """
+
+    key: Key
     state: State
     data: FederatedData
-    cohort: Cohort = NOT_YET  # from `assign` on
-    work: Work = NOT_YET  # from `prepare` on; it has the cohort's groups
-    upload: Upload = NOT_YET  # from `regroup` on: what reached the server in time
-    before: State = NOT_YET  # in `finish`: the state that `aggregate` read
+    cohort: Cohort = NOT_YET
+    work: Work = NOT_YET
+    upload: Upload = NOT_YET
+    before: State = NOT_YET
 
     @property
     def group(self) -> jax.Array:
@@ -155,48 +165,63 @@ class Correction(NamedTuple):
 
 class Method(NamedTuple):
     """A method, or a layer over one: what it changes of a round. A method has at least `solve`;
-    a layer has none.
+    a layer has none. The functions are called in this order, those of clients in `solve`.
+
+    Args:
+        solve: how ONE client trains the model of its group, see `client.cohort.ClientFn`.
+        start: (key, data) -> `Start`, the first group models; None: one random model.
+        memory: (first group models [m, ...], data) -> what the method remembers; None: what `start`
+            says.
+        migrate: before the selection, see `MigrateFn`; None: groups stay.
+        assign: names the cohort's groups, see `AssignFn`; None: all share group 0. A method that
+            has it is clustered: it serves and evaluates only clients that have a group.
+        assign_and_found: in place of `assign`, see `AssignAndFoundFn`.
+        own_models: True: group k is client k's own, which it has from the start.
+        prepare: changes the work of the cohort, see `PrepareFn`; None: every client does all of it.
+        ships_model: False: what a client receives is what `prepare` reports.
+        regroup: once updates are known, see `RegroupFn`; None: clients stay.
+        aggregate: see `AggregateFn`; None: means weighted by training samples.
+        server: an optax transformation of each group's pseudo-gradient -step; None: add the step.
+        finish: after the server's step, see `FinishFn`; None: nothing more.
+        start_clients: given only where the rounds read no samples but the cohort's; None: any
+            client's may be read.
+        takes_newcomers: whether a client that first takes part after the start gets its group by a
+            look at its data; None: unless nothing but `keep_groups` names it.
+        name: of the rows, and in messages.
+        rows: (model that it is served at the start) -> ONE client's first row; None: clients keep
+            nothing.
+        train: changes how ONE client trains, see `TrainFn`; None: as without this layer.
+        serve: (row, model of its group) -> the model that a client is tested on, and uses; None:
+            its group's.
+        adapt: (local) -> how a client trains the model of its group each time it uses it, in place
+            of `serve`, on its own samples; None: it does not.
+        sent_part: (model or models, or their shapes) -> the part that is sent; None: all. The other
+            part of all group models is that of the first one, and stays so.
+        selection_model: (row, model of a group) -> the model whose loss a client uses to choose its
+            group; None: the group's.
+        correction: where rows are the server's, too, see `Correction`; None: nobody else's.
     """
 
-    # how ONE client trains the model of its group, see `client.cohort.ClientFn`; None: a layer
     solve: Any = None
-    # the server: what it starts with, and who trains what
-    start: StartFn | None = None  # first group models; None: one random model
-    # (first group models [m, ...], data) -> what the method remembers; None: what `start` says
+    start: StartFn | None = None
     memory: Callable[[Params, FederatedData], Any] | None = None
-    migrate: MigrateFn | None = None  # before selection; None: groups stay
-    # the cohort's groups; None: all share group 0. A method that has it is clustered: it serves
-    # and evaluates only clients that have a group, see `engine.unassign_empty_clients`
+    migrate: MigrateFn | None = None
     assign: AssignFn | None = None
-    assign_and_found: AssignAndFoundFn | None = None  # in place of `assign`
-    own_models: bool = False  # True: group k is client k's own, which it has from the start
-    prepare: PrepareFn | None = None  # None: every client does all of its work
-    ships_model: bool = True  # False: what a client receives is what `prepare` reports
-    # the server: what it does with the updates
-    regroup: RegroupFn | None = None  # once updates are known; None: clients stay
-    aggregate: AggregateFn | None = None  # None: means weighted by training samples
-    # an optax transformation of each group's pseudo-gradient -step; None: add the step
+    assign_and_found: AssignAndFoundFn | None = None
+    own_models: bool = False
+    prepare: PrepareFn | None = None
+    ships_model: bool = True
+    regroup: RegroupFn | None = None
+    aggregate: AggregateFn | None = None
     server: optax.GradientTransformation | None = None
-    finish: FinishFn | None = None  # after the server step; None: nothing more
-    # given only where the rounds read no samples but the cohort's; None: any client's may be read
+    finish: FinishFn | None = None
     start_clients: StartClientsFn | None = None
-    # whether a client that first takes part after the start gets its group by a look at its data;
-    # None: unless all have a group from the start, and nothing but `keep_groups` names it
     takes_newcomers: bool | None = None
-    # clients: what each keeps, and how it trains and uses it
-    name: str = ""  # of the rows, and in messages
-    # (model that it is served at the start) -> ONE client's first row; None: clients keep nothing
+    name: str = ""
     rows: Callable[[Params], Any] | None = None
-    train: TrainFn | None = None  # None: as without this layer
-    # (row, model of its group) -> the model that a client is tested on, and uses; None: its group's
+    train: TrainFn | None = None
     serve: Callable[[Any, Params], Params] | None = None
-    # (local) -> how a client trains the model of its group each time it uses it, in place of
-    # `serve`, on its own samples; None: it does not
     adapt: Callable[[Any], Any] | None = None
-    # (model or models, or their shapes) -> the part that is sent; None: all. The other part of all
-    # group models is that of the first one, and stays so
     sent_part: Callable[[Params], Params] | None = None
-    # (row, model of a group) -> the model whose loss a client uses to choose its group; None: the
-    # group's
     selection_model: Callable[[Any, Params], Params] | None = None
-    correction: Correction | None = None  # where rows are the server's, too; None: nobody else's
+    correction: Correction | None = None
