@@ -96,7 +96,8 @@ def fedgwc(
         Partial(partial(send_losses, steps), solve),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_weights, m),
-        assign=cold_start(best_model(task, local)),
+        # it tests all models, and trains one of them
+        assign=cold_start(best_model(task, local), lambda groups: groups - 1),
         prepare=charge_words(steps),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
