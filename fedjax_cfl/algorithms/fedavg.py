@@ -4,14 +4,19 @@ Deep Networks from Decentralized Data", AISTATS 2017, https://arxiv.org/abs/1602
 Clients train one global model on their own data; the server averages their updates.
 """
 
-from fedjax_cfl.client.local import Local
+import jax.numpy as jnp
+
+from fedjax_cfl.client.cohort import client_range
+from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import gradient_step, sgd
-from fedjax_cfl.method import AggregateFn, Method
+from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Task
+from fedjax_cfl.types import Algorithm, Report, Task
 
 
 def fedavg(
@@ -24,5 +29,19 @@ def fedavg(
 
 def fedsgd(task: Task, local: Local, system: SystemLike) -> Algorithm:
     """FedSGD: one full-batch gradient per client; FedAvg with E = 1 and B = infinity."""
-    method = Method(gradient_step(task, local), start_clients=no_clients)
+    method = Method(
+        gradient_step(task, local), prepare=charge_full_gradient(local), start_clients=no_clients
+    )
     return federated(task, local, system, method)
+
+
+def charge_full_gradient(local: Local) -> PrepareFn:
+    """Bills what a client's gradient of all its samples takes beyond one mini-batch, as which the
+    clock takes its one step.
+    """
+
+    def prepare(r: Round) -> tuple[Work, Report]:
+        more = jnp.maximum(client_range(r.cohort.ids, r.data)[0] - local.batch_size, 0)
+        return r.work, make_report(make_bill(samples=TRAIN_TO_INFERENCE * more))
+
+    return prepare

@@ -36,7 +36,7 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
+from fedjax_cfl.method import Method, MigrateFn, PrepareFn, RegroupFn, Round
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
@@ -54,6 +54,7 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
+    Work,
 )
 from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
 
@@ -109,7 +110,8 @@ def flux(
     With few samples a client the knee is too short for whole groups: clients that have none within
     reach are groups by themselves. Classes that clients lack, and others have, part clients, too.
     Every client describes itself in the clustering round, in 2 L (C + 1) words; a client that is
-    not in its cohort gets the model for that. A newcomer gets it, and sends 2 L words.
+    not in its cohort gets the model for that, and the round does not wait for it. A newcomer gets
+    the model, and sends 2 L words.
     """
     check_arguments(flux, locals(), "algorithm")
     describe = describe_clients(task, local, latent)
@@ -121,6 +123,7 @@ def flux(
         memory=partial(init_memory, task, latent),
         migrate=place_newcomers(describe, newcomers, warm_up),
         assign=keep_groups,
+        prepare=charge_descriptions(warm_up),
         regroup=cluster_descriptions(
             describe, on_every_device(find, local.execution.mesh), warm_up
         ),
@@ -201,6 +204,16 @@ def find_groups(
     apart = jnp.sqrt(squared_euclidean(points, points))
     # DBSCAN where every point with a neighbour is a core: what a tree of single linkage joins
     return agglomerate(apart, m, "single", valid, eps(apart, valid) if callable(eps) else eps)
+
+
+def charge_descriptions(warm_up: int) -> PrepareFn:
+    """Bills the clients of the clustering round what they infer for their descriptions."""
+
+    def prepare(r: Round) -> tuple[Work, Report]:
+        samples = (r.state.round == warm_up) * client_range(r.cohort.ids, r.data)[0]
+        return r.work, make_report(make_bill(samples=samples))
+
+    return prepare
 
 
 def cluster_descriptions(

@@ -21,9 +21,10 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_report
-from fedjax_cfl.system.system import SystemLike, use_all_clients
+from fedjax_cfl.system.system import System, SystemLike, as_system, use_all_clients
 from fedjax_cfl.types import (
     Algorithm,
+    Cohort,
     FederatedData,
     Info,
     Key,
@@ -31,6 +32,7 @@ from fedjax_cfl.types import (
     Report,
     State,
     Task,
+    Upload,
 )
 from fedjax_cfl.validation import check_arguments
 
@@ -62,7 +64,7 @@ def nonfed(
     )
     if trains == "all":
         system = use_all_clients(system)
-    algorithm = federated(task, local, system, method)
+    algorithm = federated(task, local, send_nothing(as_system(system)), method)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)
@@ -71,6 +73,18 @@ def nonfed(
     return algorithm._replace(
         round=silent_round, client_models=lambda state: (state.groups, state.server)
     )
+
+
+def send_nothing(system: System) -> System:
+    """Returns the system in whose time nothing is sent: models stay where they are."""
+    clock = system.clock
+    if clock is None:
+        return system
+
+    def seconds(cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array:
+        return clock.seconds(cohort, upload, jnp.zeros_like(slot_bytes))
+
+    return system._replace(clock=clock._replace(seconds=seconds))
 
 
 def shared_model(task: Task) -> StartFn:

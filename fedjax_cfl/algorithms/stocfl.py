@@ -24,19 +24,18 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import Loop, Program, map_result, zip_loops
-from fedjax_cfl.client.local import Local, Work, count_steps
+from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import agglomerate
-from fedjax_cfl.method import AggregateFn, AssignAndFoundFn, FinishFn, Method, PrepareFn, Round
+from fedjax_cfl.method import AggregateFn, AssignAndFoundFn, FinishFn, Method, Round
 from fedjax_cfl.personal.layer import own_local
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
-from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
@@ -104,7 +103,7 @@ def stocfl(
         start=one_active_group(task, m),
         memory=init_met,
         assign_and_found=unite_groups(train, local, tau, represent),
-        prepare=send_common(local),
+        prepare=send_common,
         aggregate=aggregate,
         finish=move_common(aggregate),
         start_clients=no_clients,
@@ -210,18 +209,15 @@ def place_groups(
     return jnp.where(label >= 0, slot[jnp.maximum(label, 0)], m).astype(jnp.int32), founded
 
 
-def send_common(local: Local) -> PrepareFn:
-    """Gives each client the common model, and reports that it is sent both ways and trained."""
-
-    def prepare(r: Round) -> tuple[Work, Report]:
-        cohort = r.cohort
-        real, size = cohort.ids < r.data.num_clients, cohort.take(r.data.train.size)
-        common = copy_model(take_rows(r.state.memory.common, 0), cohort.ids.size)
-        samples = real * TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
-        sent = make_bill(units_down=real, units_up=real, samples=samples)
-        return r.work._replace(client_extra=common), make_report(sent)
-
-    return prepare
+def send_common(r: Round) -> tuple[Work, Report]:
+    """Gives each client the common model, and reports that it is sent both ways (a `PrepareFn`).
+    That it is trained, the steps of the update say.
+    """
+    cohort = r.cohort
+    real = cohort.ids < r.data.num_clients
+    common = copy_model(take_rows(r.state.memory.common, 0), cohort.ids.size)
+    sent = make_bill(units_down=real, units_up=real)
+    return r.work._replace(client_extra=common), make_report(sent)
 
 
 def train_with_common(

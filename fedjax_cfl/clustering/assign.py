@@ -5,6 +5,7 @@ other clients keep theirs. `train_without_recording` trains outside of a round: 
 founders, newcomers and clients whose data shifted.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -66,12 +67,17 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
     return run
 
 
-def cold_start(choose: AssignFn) -> AssignFn:
+def cold_start(
+    choose: AssignFn, downloads: Callable[[ArrayLike], ArrayLike] = lambda groups: groups
+) -> AssignFn:
     """Keeps the group of every client that has one, and chooses that of the others once.
 
     A newcomer downloads m vectors when it is first selected, and chooses by itself (FlexCFL,
     Algorithm 3 from line 18). One without training samples has nothing to choose by, and is not
     asked.
+
+    Args: `downloads` is (groups in use []) -> models that a newcomer receives for its choice,
+    beside the one that it trains.
     """
 
     def assign(r: Round) -> tuple[jax.Array, Report]:
@@ -81,7 +87,7 @@ def cold_start(choose: AssignFn) -> AssignFn:
         chosen, report = choose(r._replace(cohort=newcomers))
         met = jnp.maximum(current_groups(state, cohort), 0)
         gid = jnp.where(cold, chosen, met).astype(jnp.int32)
-        sent = make_bill(units_down=cold * state.active.sum())
+        sent = make_bill(units_down=cold * downloads(state.active.sum()))
         return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return assign

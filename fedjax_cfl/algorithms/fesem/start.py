@@ -20,7 +20,7 @@ from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import copy_model, random_groups
 from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
-from fedjax_cfl.system.reports import make_bill, make_report
+from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task
@@ -112,7 +112,7 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
                 memory=memory.replace(models=jax.tree.map(jnp.add, common, delta)),
-                report=make_report(sent, fault_counts=report.fault_counts),
+                report=report.replace(bill=add_bills(report.bill, sent)),
             )
 
         return start

@@ -22,7 +22,12 @@ from fedjax_cfl.algorithms.flexcfl.founding import ColdStart, draw_founders, gro
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import cold_start, nearest_direction, train_without_recording
+from fedjax_cfl.clustering.assign import (
+    cold_start,
+    nearest_direction,
+    random_group,
+    train_without_recording,
+)
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
 from fedjax_cfl.method import FinishFn, Method
 from fedjax_cfl.round.aggregate import inter_group
@@ -59,6 +64,7 @@ def flexcfl(
     check_arguments(ColdStart, founding._asdict(), "algorithm")
     groups = count_groups(m, founding.max_m)
     pretrain = train_without_recording(sgd(task, founding.pretrain(local)), local, system)
+    join = founding.newcomers(pretrain)
     move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
@@ -69,7 +75,8 @@ def flexcfl(
         sgd(task, local, proximal(mu, erm(task))),
         start=group_cold_start(task, pretrain, local, founding, groups),
         migrate=move,
-        assign=cold_start(founding.newcomers(pretrain)),
+        # who joins a random group compares itself with none
+        assign=cold_start(join) if join is not random_group else cold_start(join, lambda _: 0),
         finish=None if is_number(eta_g) and eta_g == 0 else mix(eta_g),
         start_clients=start_clients if detector is None else None,
     )

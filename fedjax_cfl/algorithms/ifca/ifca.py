@@ -13,11 +13,12 @@ from typing import Any
 
 import jax
 
+from fedjax_cfl.algorithms.fedavg import charge_full_gradient
 from fedjax_cfl.algorithms.ifca.start import MakeStart, independent_models
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import Objective, erm, proximal
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.measure import losses
 from fedjax_cfl.clustering.migrate import ChargeFn, DetectFn, charge_detected, tv
@@ -72,6 +73,7 @@ def ifca(
         measure=partial(losses, with_l2=with_l2),
         start=None if random else start(task, local, system, size.size),
         solve=solve(task, local, proximal(mu, erm(task))),
+        prepare=charge_full_gradient(local) if solve is gradient_step else None,
         aggregate=aggregate,
         detector=detector,
         charge=charge,
