@@ -292,10 +292,6 @@ def test_bills_of_methods(name, play):
         assert sum(bill.units_down.sum() for bill in begun.bills) >= received.sum()
 
 
-def gradients_more(times):
-    return lambda c: TRAIN_TO_INFERENCE * BATCH * times * c.steps
-
-
 # what docs/guides/personal.md says is not counted
 UNCOUNTED = {
     "moon": lambda c: c.inferred,
