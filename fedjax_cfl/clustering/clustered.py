@@ -2,17 +2,16 @@
 clients measure.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import ClientFn, client_range
+from fedjax_cfl.client.cohort import client_range
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import euclidean
@@ -26,13 +25,10 @@ from fedjax_cfl.clustering.migrate import (
     on_shift,
 )
 from fedjax_cfl.clustering.one_shot import FoundFn, find_groups_once
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.method import (
-    AggregateFn,
     AssignFn,
-    FinishFn,
     Method,
-    PrepareFn,
     RegroupFn,
     Round,
     Start,
@@ -55,6 +51,9 @@ from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Repo
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
 ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
+
+
+PARTS = ("solve", "prepare", "aggregate", "server", "finish", "memory")  # of `Method`
 
 
 class ShiftMemory(struct.PyTreeNode):
@@ -80,13 +79,8 @@ def clustered(
     detector: DetectFn | None = None,
     charge: ChargeFn = charge_detected,
     start: StartFn | None = None,
-    solve: ClientFn | None = None,
-    prepare: PrepareFn | None = None,
-    aggregate: AggregateFn | None = None,
-    server: optax.GradientTransformation | None = None,
-    finish: FinishFn | None = None,
-    memory: Callable[[Params, FederatedData], Any] | None = None,
     max_m: int | None = None,
+    **parts: Any,
 ) -> Algorithm:
     """Makes a clustered method: clients measure something, and groups are chosen from it.
 
@@ -122,11 +116,12 @@ def clustered(
             `clustering.migrate.tv` and others; None: nobody does. `charge` names who pays for it.
         start: the first group models, by default m independent random ones; with `found` one for
             all groups.
-        solve, prepare, aggregate, server, finish, memory: parts of the full contract, `Method`.
         max_m: room for so many groups: runs of any m up to it share what is compiled.
+        parts: solve, prepare, aggregate, server, finish, memory of the full contract, `Method`,
+            such as aggregate=fedjax_cfl.round.aggregate.uniform_mean.
 
-    Raises InputError for more than one of `choose`, `cluster` and `found`, and for what these
-    cannot be used with.
+    Raises InputError for more than one of `choose`, `cluster` and `found`, for what these cannot be
+    used with, and for parts of other names.
 
     Example (a client changes its group for a loss that is a tenth lower):
 
@@ -138,7 +133,7 @@ def clustered(
             return cfl.clustered(task, local, system, m=m, choose=choose)
     """
     groups, asked = count_groups(m, max_m), measure(task, local)
-    check_choice(locals(), asked)
+    check_choice({**locals(), **parts}, asked, parts)
     if found is not None:
         begin, move = find_groups_once(task, local, groups.size, asked, found, distance, threshold)
         assign: AssignFn = keep_groups
@@ -148,25 +143,27 @@ def clustered(
         begin, move = use_groups(start or random_groups(task, groups.size), groups.active), None
         if detector is not None:
             move = on_shift(ask(sends=False), local, detector, asked.models(m), charge)
-            memory = init_shift_memory
+            parts = {**parts, "memory": init_shift_memory}
     method = Method(
-        solve or sgd(task, local),
+        parts.pop("solve", None) or sgd(task, local),
         start=begin,
-        memory=memory,
         migrate=move,
         assign=assign,
-        prepare=prepare,
         regroup=None if regroup is None else as_regroup(regroup),
-        aggregate=aggregate,
-        server=server,
-        finish=finish,
         start_clients=no_clients if start is None and move is None else None,
+        **parts,
     )
     return federated(task, local, system, method)._replace(serve=groups.serve)
 
 
-def check_choice(settings: dict[str, Any], measure: Measure) -> None:
-    """Raises InputError for `settings` of `clustered`, by name, that contradict each other."""
+def check_choice(settings: dict[str, Any], measure: Measure, parts: Collection[str]) -> None:
+    """Raises InputError for `settings` of `clustered`, by name, that contradict each other, and for
+    `parts` that it does not take.
+    """
+    other = next((name for name in parts if name not in PARTS), None)
+    if other is not None:
+        near = suggest_nearest(other, (*PARTS, *settings))
+        raise InputError(f"clustered: has no {other!r}{near}; it takes {', '.join(PARTS)} as well")
     given = {name for name, value in settings.items() if value is not None and value is not False}
     names = sorted(given & {"choose", "cluster", "found"})
     if len(names) > 1:

@@ -114,8 +114,8 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     check_layers(layers, system, method)
     solve = method.solve
     for layer in layers:
-        check_served(task, layer)
         solve = layer.train(task, local, solve) if layer.train else solve
+        check_served(task, layer)
     parts = Parts(
         task,
         local,
