@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, nightly, shuffled, spent
+from conftest import build, ledger, matrix, nightly, shuffled, spent, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -333,6 +333,17 @@ def test_stored_mean_by_hand():
     kept = keep_models()(r)
     assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
     assert kept.known.tolist() == memory.known.tolist()
+
+
+@pytest.mark.parametrize("name", ["fesem", "fesem_ma"])
+def test_starts_are_billed_alike_on_any_devices(name, toy, mlp, local):
+    """Of several devices there are more slots than clients."""
+    factory, sent = getattr(cfl.algorithms, name), []
+    for devices in (1, 4):
+        own = with_execution(local, mesh=cfl.make_mesh(devices))
+        algorithm = factory(mlp, own, select.uniform(4), m=2)
+        sent.append(ledger(jax.jit(algorithm.init)(KEY, toy).traffic))
+    assert sent[0] == sent[1] and sent[0].units_up == toy.num_clients
 
 
 def test_pull_of_eq_8_by_hand():

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
 from fedjax_cfl.client.sgd import client_cost
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import (
     AGGREGATE,
     ASSIGN,
@@ -112,7 +113,8 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     """
     system, mesh, layers = as_system(system), local.execution.mesh, local.layers
     check_layers(layers, system, method)
-    solve = method.solve
+    if (solve := method.solve) is None:
+        raise InputError("method: has no solve; give it one, as sgd(task, local)")
     for layer in layers:
         solve = layer.train(task, local, solve) if layer.train else solve
         check_served(task, layer)

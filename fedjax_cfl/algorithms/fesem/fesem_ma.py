@@ -102,7 +102,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         counts = train_label_counts(data)
         memory = initial.memory.replace(counts=counts)
         sent = make_bill(words_up=jnp.full(len(counts), counts[0].size * words))
-        report = initial.report.replace(bill=add_bills(initial.report.bill, sent))
+        report = initial.report.replace(early=sent)  # of all clients, where the bill is of slots
         return initial._replace(memory=memory, report=report)
 
     return start

@@ -107,7 +107,8 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
                 keys[2], points, stored_weights(memory)
             )
             centers, _ = group_mean(stored_weights(memory), labels, delta, m)
-            sent = make_bill(*jnp.ones((2, clients), jnp.int32))  # a model down and one up
+            real = cohort.ids < clients
+            sent = make_bill(units_down=real, units_up=real)
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
