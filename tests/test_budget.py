@@ -15,7 +15,7 @@ from fedjax_cfl.system.select import uniform
 
 HOME = Path(fedjax_cfl.__file__).parent
 LINES = {
-    "algorithms": 7832,
+    "algorithms": 7833,
     "analysis": 2746,
     "cli": 2852,
     "client": 2271,
@@ -24,12 +24,12 @@ LINES = {
     "models": 1445,
     "papers": 1825,
     "personal": 1111,
-    "round": 1169,
+    "round": 1171,
     "runs": 3949,
     "simulation": 3428,
     "system": 1828,
 }
-ALL_LINES, IMPORT_LINES = 43_387, 2485
+ALL_LINES, IMPORT_LINES = 43_390, 2486
 ENTERED = {"ifca": 25, "flexcfl": 26}  # files of a traced round
 
 
