@@ -146,3 +146,8 @@ def has_statistics(params: Params) -> bool:
 
 def _keys(tree: Params) -> tuple:
     return tuple(tree) if isinstance(tree, dict) else ()
+
+
+def flatten_tree(tree: Params) -> jax.Array:
+    """Returns all numbers of a tree as one vector [P]."""
+    return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])

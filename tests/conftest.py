@@ -298,3 +298,20 @@ def kept(state):
     """Returns the `Rows` of a state with one layer; without any values where it keeps nothing."""
     (rows,) = state.rows.values() or (Rows((), None),)
     return rows
+
+
+def list_entered(function, *arguments):
+    """Returns the files of the package, in order, that tracing `function` enters."""
+    home, entered = f"{Path(cfl.__file__).parent}/", {}
+
+    def note(frame, event, argument):
+        path = frame.f_code.co_filename
+        if event == "call" and path.startswith(home):
+            entered.setdefault(path.removeprefix(home))
+
+    sys.setprofile(note)
+    try:
+        jax.eval_shape(function, *arguments)
+    finally:
+        sys.setprofile(None)
+    return list(entered)

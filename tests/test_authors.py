@@ -472,6 +472,16 @@ def test_what_is_no_group_is_refused(case, toy, linear, local):
         jax.eval_shape(algorithm.round, KEY, state, toy)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("agregate", "aggregate"), ("chose", "choose"), ("xyz", None)]
+)
+def test_a_part_of_another_name_is_refused(wrong, near, linear, local):
+    hint = f" (did you mean {near!r}?)" if near else ""
+    says = f"clustered: has no {wrong!r}{hint}; it takes solve, prepare,"
+    with pytest.raises(InputError, match=re.escape(says)):
+        cfl.clustered(linear, local, SIX, m=2, **{wrong: None})
+
+
 STEPS = {
     "one value": (lambda c, w, v: c.sgd, "step: must return two values"),
     "no step": (lambda c, w, v: (w, v), "step: returns the group's model as it was; return c.sgd"),

@@ -22,14 +22,7 @@ from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
 from fedjax_cfl.validation import BelowOne, check_arguments
 
 LEAST_SPREAD = 1e-12

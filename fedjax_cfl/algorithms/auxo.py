@@ -32,15 +32,7 @@ from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
 LEAST_CLIENTS = 5  # of a group in a round: with fewer, none is scored

@@ -36,14 +36,7 @@ from fedjax_cfl.system.reports import add_bills, add_fault_counts, make_bill, ma
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
 from fedjax_cfl.validation import (
     Fraction,
     NaturalInt,

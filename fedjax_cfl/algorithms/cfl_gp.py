@@ -39,16 +39,7 @@ from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
 
 

@@ -37,15 +37,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 

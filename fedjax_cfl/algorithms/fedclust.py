@@ -31,6 +31,7 @@ from fedjax_cfl.clustering.measure import Measure, Question
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.system import SystemLike
+from fedjax_cfl.tree import flatten_tree
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task, Upload, Work
 from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, check_arguments
 
@@ -102,6 +103,6 @@ def move_layers(
 
     def keep(upload: Upload) -> jax.Array:
         moved = upload.delta if layers == "all" else upload.delta["head"]
-        return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(moved)])
+        return flatten_tree(moved)
 
     return map_result(solve(client, data, shared, work), keep)

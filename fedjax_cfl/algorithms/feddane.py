@@ -23,14 +23,7 @@ from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    Report,
-    Selection,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, Cohort, Report, Selection, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 

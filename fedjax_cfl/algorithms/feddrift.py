@@ -36,14 +36,7 @@ from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not tried a model yet

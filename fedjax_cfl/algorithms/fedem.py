@@ -37,15 +37,7 @@ from fedjax_cfl.round.start import keep_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Params,
-    Report,
-    ServedModels,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, ServedModels, State, Task
 from fedjax_cfl.validation import PositiveInt, check_arguments
 
 NO_STEP = 2**32 - 1  # a number that no step has, for keys

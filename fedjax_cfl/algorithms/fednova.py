@@ -29,15 +29,7 @@ from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task, Upload
 from fedjax_cfl.validation import BelowOne, NonNegativeFloat, check_arguments
 
 

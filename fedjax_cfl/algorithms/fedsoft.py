@@ -41,16 +41,7 @@ from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 NAME = "FedSoft"  # of the rows

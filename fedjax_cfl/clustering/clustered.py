@@ -2,7 +2,7 @@
 clients measure.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,22 +26,10 @@ from fedjax_cfl.clustering.migrate import (
 )
 from fedjax_cfl.clustering.one_shot import FoundFn, find_groups_once
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.method import (
-    AssignFn,
-    Method,
-    RegroupFn,
-    Round,
-    Start,
-    StartFn,
-)
+from fedjax_cfl.method import AssignFn, Method, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import (
-    count_groups,
-    keep_groups,
-    no_clients,
-    random_groups,
-)
+from fedjax_cfl.round.start import count_groups, keep_groups, no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
@@ -51,8 +39,6 @@ from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Repo
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
 ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
-
-
 PARTS = ("solve", "prepare", "aggregate", "server", "finish", "memory")  # of `Method`
 
 
@@ -132,8 +118,9 @@ def clustered(
                 return jnp.where((old >= 0) & (least > (1 - gain) * kept), old, best)
             return cfl.clustered(task, local, system, m=m, choose=choose)
     """
-    groups, asked = count_groups(m, max_m), measure(task, local)
-    check_choice({**locals(), **parts}, asked, parts)
+    settings, asked = locals(), measure(task, local)
+    check_choice(settings, asked, parts)
+    groups = count_groups(m, max_m)
     if found is not None:
         begin, move = find_groups_once(task, local, groups.size, asked, found, distance, threshold)
         assign: AssignFn = keep_groups
@@ -156,15 +143,19 @@ def clustered(
     return federated(task, local, system, method)._replace(serve=groups.serve)
 
 
-def check_choice(settings: dict[str, Any], measure: Measure, parts: Collection[str]) -> None:
+def check_choice(settings: dict[str, Any], measure: Measure, parts: dict[str, Any]) -> None:
     """Raises InputError for `settings` of `clustered`, by name, that contradict each other, and for
     `parts` that it does not take.
     """
     other = next((name for name in parts if name not in PARTS), None)
     if other is not None:
-        near = suggest_nearest(other, (*PARTS, *settings))
+        near = suggest_nearest(other, {*PARTS, *settings} - {"parts"})
         raise InputError(f"clustered: has no {other!r}{near}; it takes {', '.join(PARTS)} as well")
-    given = {name for name, value in settings.items() if value is not None and value is not False}
+    given = {
+        name
+        for name, value in {**settings, **parts}.items()
+        if value is not None and value is not False
+    }
     names = sorted(given & {"choose", "cluster", "found"})
     if len(names) > 1:
         raise InputError(f"clustered: takes one of choose, cluster and found, not {names}")

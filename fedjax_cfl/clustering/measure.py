@@ -19,6 +19,7 @@ from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
+from fedjax_cfl.tree import flatten_tree
 from fedjax_cfl.types import Cohort, FederatedData, Key, Params, Task
 
 
@@ -79,7 +80,7 @@ def gradients(task: Task, local: Local) -> Measure:
             owner = jnp.where(real, 0, -1)
             return jnp.sum(jnp.where(real, task.loss(model, x, y, None, owner), 0.0))
 
-        return flatten(jax.grad(total)(model))
+        return flatten_tree(jax.grad(total)(model))
 
     return average_over_samples(block, local, TRAIN_TO_INFERENCE)
 
@@ -147,8 +148,3 @@ def average_models(models: Params, active: jax.Array) -> Params:
     """Returns the mean of the models [m, ...] that are `active` [m] bool."""
     share = active / jnp.maximum(active.sum(), 1)
     return jax.tree.map(lambda leaf: jnp.tensordot(share, leaf, 1), models)
-
-
-def flatten(tree: Params) -> jax.Array:
-    """Returns all numbers of a tree as one vector [P]."""
-    return jnp.concatenate([leaf.reshape(-1) for leaf in jax.tree.leaves(tree)])

@@ -26,17 +26,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import groups_of
 from fedjax_cfl.system.system import System, group_models
 from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where_rows
-from fedjax_cfl.types import (
-    Cohort,
-    FederatedData,
-    Params,
-    Report,
-    Rows,
-    State,
-    Task,
-    Upload,
-    Work,
-)
+from fedjax_cfl.types import Cohort, FederatedData, Params, Report, Rows, State, Task, Upload, Work
 
 
 def check_layers(layers: tuple[Method, ...], system: System, method: Method) -> None:

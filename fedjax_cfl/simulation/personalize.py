@@ -23,15 +23,7 @@ from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
 from fedjax_cfl.system.select import drawn_ahead
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Selection,
-    ServedModels,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Selection, ServedModels, State, Task
 
 # clients that train on
 

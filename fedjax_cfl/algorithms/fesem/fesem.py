@@ -30,15 +30,7 @@ from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.method import (
-    AggregateFn,
-    AssignFn,
-    FinishFn,
-    Method,
-    MigrateFn,
-    PrepareFn,
-    Round,
-)
+from fedjax_cfl.method import AggregateFn, AssignFn, FinishFn, Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
@@ -46,13 +38,7 @@ from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
-from fedjax_cfl.types import (
-    Algorithm,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, Params, Report, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]

@@ -49,15 +49,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
 
