@@ -180,13 +180,13 @@ def apfl_twin(task, model, row, batches, lr, adaptive):
     for number, (x, y) in enumerate(batches):
         mixed = jax.tree.map(lambda v, w, a=alpha: a * v + (1 - a) * w, own, model)
         gradient = slope(task, mixed, x, y)
+        gaps = [
+            np.sum((np.asarray(v) - w) * g)
+            for v, w, g in zip(*map(jax.tree.leaves, (own, model, gradient)), strict=True)
+        ]
         model = less(model, slope(task, model, x, y), lr)
         own = less(own, gradient, lr * alpha)
         if adaptive and not number:
-            gaps = [
-                np.sum((np.asarray(v) - w) * g)
-                for v, w, g in zip(*map(jax.tree.leaves, (own, model, gradient)), strict=True)
-            ]
             alpha = float(np.clip(alpha - lr * sum(gaps), 0, 1))
     return model, row.replace(model=own, alpha=np.float32(alpha))
 

@@ -28,20 +28,21 @@ def apfl(*, alpha: Fraction = 0.5, adaptive: bool = False) -> Method:
     """APFL (Algorithm 1), mixing parameters.
 
     `alpha` from 0 (the group's model) to 1 (trains alone) is the share a of a client's own model,
-    at first; `adaptive`: each client changes it once a round, by its gradient on the first batch.
+    at first; `adaptive`: each client changes it once a round, by its gradient on the first batch,
+    a - lr <gradient of the mixture, v - w>, all of before the step (Algorithm 1, line 9): where v
+    is w, as in a client's first step, the share stays.
     The mixture at a round's first step is of the received model, not of the one before. Raises
     InputError for a value that is not allowed.
     """
     check_arguments(apfl, locals(), "personal")
 
     def step(c: Step, w: Params, own: Mixture) -> tuple[Params, Mixture]:
-        slope, shared = c.grad(mix(own, w)), c.sgd
+        slope, a = c.grad(mix(own, w)), own.alpha
         v = c.descend(own.model, jax.tree.map(lambda g: own.alpha * g, slope))
-        a = own.alpha
         if adaptive:  # the derivative of the loss by a
-            moved = jnp.clip(a - c.lr * project(slope, v, shared), 0.0, 1.0)
+            moved = jnp.clip(a - c.lr * project(slope, own.model, w), 0.0, 1.0)
             a = jnp.where(c.number == 0, moved, a)
-        return shared, Mixture(v, a)
+        return c.sgd, Mixture(v, a)
 
     return layer("APFL", own=lambda model: Mixture(model, jnp.float32(alpha)), step=step, serve=mix)
 
