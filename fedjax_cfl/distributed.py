@@ -99,9 +99,9 @@ def check_same(settings: dict[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    mine = json.dumps(settings, default=str).encode()
-    sizes = multihost_utils.process_allgather(np.int32(len(mine)))
-    padded = np.frombuffer(mine.ljust(int(sizes.max())), np.uint8)
+    text = json.dumps(settings, default=str).encode()
+    sizes = multihost_utils.process_allgather(np.int32(len(text)))
+    padded = np.frombuffer(text.ljust(int(sizes.max())), np.uint8)
     texts = multihost_utils.process_allgather(padded)
     each = [json.loads(np.asarray(text, np.uint8).tobytes()) for text in texts]
     for number, other in enumerate(each):

@@ -48,6 +48,7 @@ class Start(NamedTuple):
     groups: Params  # [m, ...]
     assignment: jax.Array | None = None  # [K], None: no client has a group yet
     memory: Any = ()
+    rows: dict[str, Any] = {}  # noqa: RUF012, by name, what the method keeps of each client [K, ...]
     report: Report | None = None  # what was sent and what went wrong before round 0
     active: jax.Array | None = None  # [m] bool, None: all groups are in use
 
@@ -172,6 +173,9 @@ class Method(NamedTuple):
         start: (key, data) -> `Start`, the first group models; None: one random model.
         memory: (first group models [m, ...], data) -> what the method remembers; None: what `start`
             says.
+        client_rows: (first group models [m, ...], data) -> by name, what the method keeps of each
+            client [K, ...], in `State.rows`, beside those of `start`; None: none.
+        split_rows: names of the client rows that hold a model of each client, which devices split.
         migrate: before the selection, see `MigrateFn`; None: groups stay.
         assign: names the cohort's groups, see `AssignFn`; None: all share group 0. A method that
             has it is clustered: it serves and evaluates only clients that have a group.
@@ -205,6 +209,8 @@ class Method(NamedTuple):
     solve: Any = None
     start: StartFn | None = None
     memory: Callable[[Params, FederatedData], Any] | None = None
+    client_rows: Callable[[Params, FederatedData], dict[str, Any]] | None = None
+    split_rows: tuple[str, ...] = ()
     migrate: MigrateFn | None = None
     assign: AssignFn | None = None
     assign_and_found: AssignAndFoundFn | None = None

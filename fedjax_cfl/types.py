@@ -274,7 +274,7 @@ class Report(struct.PyTreeNode):
 
 
 class Rows(struct.PyTreeNode):
-    """What each client keeps, of one method or layer."""
+    """What each client keeps, of one layer."""
 
     values: Any  # [K, ...]
     trained: jax.Array  # [K] bool, False: not yet, so that the client uses its group's model
@@ -297,7 +297,7 @@ class State(struct.PyTreeNode):
     active: jax.Array  # [m] bool
     assignment: jax.Array  # [K] int32, -1: the client has no group yet
     traffic: Traffic  # everything sent so far
-    memory: Any  # the algorithm's own pytree, () if it has none
+    memory: Any  # what the method remembers, () if nothing; no axis of it is of clients
     selection: Any  # what the selection remembers, () if nothing
     # [2] uint32 (high, low), simulated milliseconds so far; [m, 2] with a clock for each group
     clock_ms: jax.Array
@@ -305,8 +305,13 @@ class State(struct.PyTreeNode):
     # start; () unless `System.keep_received`
     received: Params
     start_faults: FaultCounts  # what went wrong at the start; the first round reports it
-    # `Rows` by the name of each method or layer, what clients keep beside their group's model
-    rows: dict[str, Rows] = struct.field(default_factory=dict)
+    # by name, what there is of each client beside its group: `Rows` of each layer, and pytrees
+    # [K, ...] of the method
+    rows: dict[str, Any] = struct.field(default_factory=dict)
+
+    def put_rows(self, rows: dict[str, Any]) -> "State":
+        """Returns the state with the `rows` of some names changed."""
+        return self.replace(rows={**self.rows, **rows})
 
 
 class Info(struct.PyTreeNode):
@@ -382,9 +387,10 @@ class Algorithm(NamedTuple):
     data_clients: Callable[..., jax.Array] | None = None
     # what the run does about updates that are not finite, see `faults.Faults`
     nonfinite: str = "skip"
-    # (state) -> its parts, beside `received`, that hold a model of each client [K, ...]: devices
-    # split them
-    client_models: Callable[[State], Any] | None = None
+    # True: group k is client k's own model; devices split the groups
+    own_models: bool = False
+    # names of the method's rows that hold a model of each client; devices split them
+    split_rows: tuple[str, ...] = ()
     # (state, data, clients [n] or None: all) -> models [n, ...] that these clients are tested on
     # and use; None: those that `serve` serves
     personal_models: Callable[..., Params] | None = None

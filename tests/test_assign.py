@@ -24,7 +24,7 @@ from fedjax_cfl.types import Cohort, State
 KEY = jax.random.key(11)
 
 
-def met(models, assignment, active=None, memory=()):
+def met(models, assignment, active=None, memory=(), rows=None):
     """Returns a state with these groups."""
     count = jax.tree.leaves(models)[0].shape[0]
     active = jnp.ones(count, bool) if active is None else jnp.array(active)
@@ -40,6 +40,7 @@ def met(models, assignment, active=None, memory=()):
         clock_ms=make_count(0),
         received=(),
         start_faults=no_faults(),
+        rows=rows or {},
     )
 
 

@@ -396,7 +396,6 @@ def start(key, data): ...
         ({"found": one, "once": True}, "found asks each client once, before round 0"),
         ({"found": one, "start": start, "max_m": 5}, "leave out max_m and start"),
         ({"found": one, "memory": one}, "leave out memory"),
-        ({"detector": any_change, "memory": one}, "needs the memory; leave out memory"),
         ({"detector": any_change, "found": one}, "leave out found"),
         ({"detector": any_change, "cluster": one}, "leave out cluster"),
         ({"measure": cfl.gradients}, "only losses name the model of least loss"),

@@ -111,52 +111,55 @@ def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
     side = np.full((14, 3, 2), 0.5, "f4")
     side[prefer == 0, 0, 0] += 1
     side[prefer == 1, 0, 1] += 1
-    memory = state.memory.replace(side=jnp.asarray(side), count=state.memory.count.at[:, 0].set(4))
-    after = at_once(auxo.cut_groups, state.replace(memory=memory), jnp.arange(3) == 0)
+    scores = state.rows["scores"]
+    scores = scores.replace(side=jnp.asarray(side), count=scores.count.at[:, 0].set(4))
+    state = state.put_rows({"scores": scores})
+    after = at_once(auxo.cut_groups, state, jnp.arange(3) == 0)
     assert after.active.tolist() == [True, True, False]
     for leaf in jax.tree.leaves(after.groups):
         np.testing.assert_array_equal(leaf[0], leaf[1])
-    np.testing.assert_array_equal(after.memory.group[:, 0], 1 + (prefer == 0))
-    np.testing.assert_array_equal(after.memory.group[:, 1], 1 + (prefer == 1))
-    np.testing.assert_array_equal(after.memory.count[:, 0], 4 * (prefer == 0))
-    np.testing.assert_array_equal(after.memory.count[:, 1], 4 * (prefer == 1))
-    np.testing.assert_array_equal(after.memory.side[:, 1, 0], (1 + (prefer == 1)) / 2)
+    np.testing.assert_array_equal(after.rows["scores"].group[:, 0], 1 + (prefer == 0))
+    np.testing.assert_array_equal(after.rows["scores"].group[:, 1], 1 + (prefer == 1))
+    np.testing.assert_array_equal(after.rows["scores"].count[:, 0], 4 * (prefer == 0))
+    np.testing.assert_array_equal(after.rows["scores"].count[:, 1], 4 * (prefer == 1))
+    np.testing.assert_array_equal(after.rows["scores"].side[:, 1, 0], (1 + (prefer == 1)) / 2)
     full = auxo.cut_groups(after.replace(active=jnp.ones(3, bool)), jnp.arange(3) == 0)
-    np.testing.assert_array_equal(full.memory.group, after.memory.group)
+    np.testing.assert_array_equal(full.rows["scores"].group, after.rows["scores"].group)
 
 
 def test_when_groups_are_cut(toy, linear, local):
     state = begin(toy, linear, local)
     active, sizes = state.active, jnp.array([14, 0, 0])
     for rounds, due in ((0, False), (5, True), (6, False), (9, True)):
-        memory = state.memory.replace(rounds=jnp.full(3, rounds))
-        assert auxo.split_at([5, 9])(memory, sizes, active).tolist() == [due, False, False]
+        cuts = state.memory.replace(rounds=jnp.full(3, rounds))
+        due_now = auxo.split_at([5, 9])(state.rows["scores"], cuts, sizes, active)
+        assert due_now.tolist() == [due, False, False]
     for ones, zeros, groups, due in ((5, 4, 1, True), (9, 1, 1, True), (9, 0, 1, False),
                                      (9, 2, 2, False), (5, 4, 2, True)):  # fmt: skip
         side = np.full((14, 3, 2), 0.5, "f4")
         side[:ones, 0, 1] += 1
         side[ones : ones + zeros, 0, 0] += 1
-        memory = state.memory.replace(side=jnp.asarray(side))
+        scores, cuts = state.rows["scores"].replace(side=jnp.asarray(side)), state.memory
         rule = auxo.split_adaptively(participants=14, least=14)
-        assert rule(memory, sizes, jnp.arange(3) < groups)[0] == due
-        assert not auxo.split_adaptively(participants=14, least=15)(memory, sizes, active).any()
+        assert rule(scores, cuts, sizes, jnp.arange(3) < groups)[0] == due
+        rule = auxo.split_adaptively(participants=14, least=15)
+        assert not rule(scores, cuts, sizes, active).any()
 
 
 def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
     """All groups are in use, one is empty, and one is due."""
     state = begin(toy, linear, local)
-    memory = state.memory.replace(
+    scores = state.rows["scores"].replace(
         group=jnp.tile(jnp.array([0.0, 1.0, 2.0]), (14, 1)),
         count=jnp.ones((14, 3)),
-        rounds=jnp.full(3, 5),
         joining=jnp.arange(14) == 3,
     )
     full = state.replace(
         round=jnp.int32(5),
         active=jnp.ones(3, bool),
-        memory=memory,
+        memory=state.memory.replace(rounds=jnp.full(3, 5)),
         assignment=jnp.zeros(14, jnp.int32),
-    )
+    ).put_rows({"scores": scores})
     join = auxo.split_and_join(auxo.split_at([5]), 0.0)
     after, _ = join(Round(jax.random.key(0), full, toy))
     assert np.flatnonzero(after.assignment).tolist() == [3]
@@ -168,17 +171,15 @@ def test_clients_explore_less_and_less(toy, linear, local):
     """
     state, clients = begin(toy, linear, local), 4000
     best = jnp.tile(jnp.array([0.0, 1.0, 9.0]), (clients, 1))
-    memory = state.memory.replace(
+    scores = state.rows["scores"].replace(
         group=best,
         side=jnp.zeros((clients, 3, 2)),
         count=jnp.ones((clients, 3)),
         joining=jnp.ones(clients, bool),
     )
     state = state.replace(
-        active=jnp.array([True, True, False]),
-        memory=memory,
-        assignment=jnp.zeros(clients, jnp.int32),
-    )
+        active=jnp.array([True, True, False]), assignment=jnp.zeros(clients, jnp.int32)
+    ).put_rows({"scores": scores})
     migrate = auxo.split_and_join(auxo.split_at([5]), 0.8)
     data = SimpleNamespace(num_clients=clients, train=SimpleNamespace(size=jnp.ones(clients)))
     go = jax.jit(lambda state: migrate(Round(jax.random.key(0), state, data))[0])
@@ -208,7 +209,7 @@ def test_a_cut_comes_when_it_is_due_and_nothing_is_traced_again(toy, linear, loc
     assert step._cache_size() == 1
     assert set(np.delete(state.assignment, 2)) == {0, 1}
     assert state.assignment[2] == -1  # it has no samples
-    assert (state.memory.count[:, 1] > 0).any()
+    assert (state.rows["scores"].count[:, 1] > 0).any()
 
 
 @pytest.mark.nightly

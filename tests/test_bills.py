@@ -173,7 +173,7 @@ def is_new(c):
 
 def late(c):
     """Returns the clients [K] that have got their first samples since the round before."""
-    return (held(c) > 0) & ~np.asarray(c.state.memory.known)
+    return (held(c) > 0) & ~np.asarray(c.state.rows["features"].known)
 
 
 def count_vectors(c):
@@ -203,14 +203,14 @@ def train_aside(c):
 
 def meet_common(c):
     """Two models each way, and one more for the first update."""
-    new = c.selected & (held(c) > 0) & ~np.asarray(c.state.memory.known)
+    new = c.selected & (held(c) > 0) & ~np.asarray(c.state.rows["known"])
     return each_way(c, 2 * c.selected + new)
 
 
 def report_labels(c):
     """Clients that may report, and whose data have changed, send their label counts."""
-    memory = c.state.memory
-    changed = np.asarray(memory.pending | c.data.shifted) & np.asarray(memory.heard)
+    kept = c.state.rows["reports"]
+    changed = np.asarray(kept.pending | c.data.shifted) & np.asarray(kept.heard)
     return {"words_up": CLASSES * (changed & (held(c) > 0))}
 
 
@@ -224,9 +224,9 @@ def mix_all(c):
 
 def send_to_peers(c):
     """The start in the first round, then a model of a peer; a word up for each of these."""
-    others = np.asarray(c.state.memory.uploaded)
+    others = np.asarray(c.state.rows["peer"].uploaded)
     peers = c.selected & (others.sum() - others > 0)
-    start = c.selected & ~np.asarray(c.state.memory.started)
+    start = c.selected & ~np.asarray(c.state.rows["peer"].started)
     return {"units_down": 1 * peers + start, "words_up": peers}
 
 
@@ -250,7 +250,7 @@ SENT = {
     "fesem_ma": lambda c: {"words_up": CLASSES * c.selected},  # label counts
     "md_icfl": lambda c: {
         "words_up": CLASSES
-        * (c.selected & (held(c) > 0) & ~np.asarray(c.state.memory.labels.known))
+        * (c.selected & (held(c) > 0) & ~np.asarray(c.state.rows["labels"].known))
     },
     "qfedavg": lambda c: {"words_up": c.inferred > 0},  # its loss
     "scaffold": lambda c: each_way(c, 2 * c.selected),  # the control variates

@@ -173,7 +173,7 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
                 rtol=1e-5,
                 atol=1e-6,
             )
-    assert tree.last_split.tolist() == [int(after.active.sum()) - 1] * CLIENTS
+    assert after.rows["last_split"].tolist() == [int(after.active.sum()) - 1] * CLIENTS
     assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
 
 
@@ -218,7 +218,7 @@ def test_stale_updates_let_a_cut_take_absent_members_along(concepts, linear, loc
     changed = [
         int(np.sum(before.assignment != after.assignment)) for before, after in pairwise(states[3:])
     ]
-    assert sum(changed) >= 12 and final.memory.known.all()
+    assert sum(changed) >= 12 and final.rows["known"].all()
 
 
 @pytest.mark.nightly
@@ -248,10 +248,9 @@ def upload_of(rows, weight=None):
 def blank(m, clients, assignment):
     """Returns a state of zeros whose groups are those of the assignment."""
     groups = {"a": jnp.zeros((m, 2, 2)), "b": jnp.zeros((m, 3))}
-    tree = SplitTree(
-        jnp.full(m, -1, jnp.int32), groups, groups, groups, jnp.zeros(clients, jnp.int32)
-    )
-    return met(groups, assignment, np.arange(m) <= max(assignment), tree)
+    tree = SplitTree(jnp.full(m, -1, jnp.int32), groups, groups, groups)
+    rows = {"last_split": jnp.zeros(clients, jnp.int32)}
+    return met(groups, assignment, np.arange(m) <= max(assignment), tree, rows)
 
 
 def best_cut(rows):

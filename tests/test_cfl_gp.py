@@ -117,7 +117,7 @@ def test_slow_twin(toy, linear, local, period):
         for found, expected in zip(models_of(state.groups), twin.models, strict=True):
             np.testing.assert_allclose(found.flat(), expected.flat(), atol=3e-5)
     for client, blocks in twin.vectors.items():
-        kept = models_of(jax.tree.map(lambda leaf, i=client: leaf[i], state.memory.vectors))
+        kept = models_of(jax.tree.map(lambda leaf, i=client: leaf[i], state.rows["vectors"]))
         for criterion, vector in blocks.items():
             np.testing.assert_allclose(kept[criterion].flat(), vector, atol=3e-5)
     assert state.assignment[2] == -1 and LATE in twin.groups
@@ -201,7 +201,7 @@ def test_four_rotations_of_digits_are_found(turned, digits, local, project_to):
     assert [each.units_down for each in sent] == [20, 20, 20 + others]
     assert [each.words_up for each in sent] == [0, 0, others * (project_to or 650)]
     if project_to:
-        assert states[-1].memory.vectors.shape == (20, 4, 40)
+        assert states[-1].rows["vectors"].shape == (20, 4, 40)
 
 
 @pytest.mark.nightly
@@ -222,7 +222,7 @@ def test_lost_clients_leave_their_means(toy, linear, local):
     begun, _ = play(cfl_gp(linear, local, EVERYBODY, m=2), toy, 1)
     silent = cfl.System(EVERYBODY, cfl.Faults(dropout=1.0))
     after, _ = play(cfl_gp(linear, local, silent, m=2), toy, 2, begun)
-    chex.assert_trees_all_equal(after.memory.vectors, begun.memory.vectors)
+    chex.assert_trees_all_equal(after.rows["vectors"], begun.rows["vectors"])
     assert after.assignment.tolist() == begun.assignment.tolist()
 
 

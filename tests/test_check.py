@@ -155,17 +155,23 @@ def test_rules_that_a_composed_method_cannot_break(linear, toy, local):
 
 
 def test_new_clients_need_rows_of_their_own(linear, toy, local):
-    def make(select, width):
+    def make(select, width, field):
         def start(key, data):
-            memory = jnp.zeros(width * data.num_clients)
-            return random_groups(linear, 2)(key, data)._replace(memory=memory)
+            kept = jnp.zeros(width * data.num_clients)
+            kept = {"losses": kept} if field == "rows" else kept
+            return random_groups(linear, 2)(key, data)._replace(**{field: kept})
 
         return method(linear, local, select, start=start)
 
-    few = take_few(toy)
-    assert not list(check_newcomers(functools.partial(make, width=1), few))
-    (line,) = check_newcomers(functools.partial(make, width=2), few)
-    assert line.startswith("newcomers: state.memory: [22] of 11 clients, [24] of 12; give")
+    def check(width, field):
+        return list(check_newcomers(functools.partial(make, width=width, field=field), few))
+
+    few, remedy = take_few(toy), "; keep what there is of each client in Method.client_rows,"
+    assert not check(1, "rows")
+    (line,) = check(1, "memory")
+    assert line.startswith("newcomers: state.memory: [11] of 11 clients, [12] of 12" + remedy)
+    (line,) = check(2, "rows")
+    assert line.startswith("newcomers: state.rows['losses']: [24] of 12 clients" + remedy)
 
 
 def test_a_trial_has_a_client_without_samples(toy):
@@ -174,3 +180,15 @@ def test_a_trial_has_a_client_without_samples(toy):
     held = np.asarray(few.owner)[np.asarray(few.train.order)]
     assert (np.bincount(held, minlength=12) == few.train.size).all()
     assert np.sum(few.owner == 11) == few.test.size[11] > 0
+
+
+def test_a_method_is_tried_with_training_of_ones_own(linear, toy, local):
+    """A method for momentum is not tried without it."""
+    seen = []
+
+    def watched(task, local, system):
+        seen.append(local.momentum)
+        return method(task, local, system)
+
+    cfl.check_algorithm(watched, linear, toy, local.replace(momentum=0.5))
+    assert set(seen) == {0.5}

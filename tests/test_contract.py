@@ -169,6 +169,36 @@ def test_catalogue():
             assert written._target_ == f"fedjax_cfl.algorithms.{function}" and name in exported
 
 
+def add_client(data):
+    """Returns the data with one more client, which has no samples."""
+
+    def grow(index):
+        start = jnp.append(index.start, index.order.size)
+        return index.replace(start=start, size=jnp.append(index.size, 0))
+
+    return data.replace(
+        train=grow(data.train),
+        test=grow(data.test),
+        concept=jnp.append(data.concept, -1),
+        shifted=jnp.append(data.shifted, False),
+        client_names=None,
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_only_rows_of_clients_grow_with_their_number(name, build):
+    """So that new clients are known from the table, and no axis is taken for theirs."""
+    algorithm, _, data, _ = build(name)
+    init = functools.partial(jax.eval_shape, algorithm.init, jax.random.key(0))
+    few, many = (init(each) for each in (data, add_client(data)))
+    for rows, count in ((few.rows, data.num_clients), (many.rows, data.num_clients + 1)):
+        assert {leaf.shape[0] for leaf in jax.tree.leaves(rows)} <= {count}
+    if algorithm.own_models:
+        few, many = (state.replace(groups=(), server=(), active=()) for state in (few, many))
+    tables = {"assignment": (), "rows": {}, "selection": ()}
+    chex.assert_trees_all_equal_shapes(few.replace(**tables), many.replace(**tables))
+
+
 def test_keeps_the_rules_of_a_round(case):
     """What a method of one's own is tried for, see `check`."""
     assert list(find_broken_rules(case.trial)) == []

@@ -367,10 +367,10 @@ def test_a_loss_that_is_not_finite_is_not_remembered():
     cohort = cohort_of(0, 1, 2)
     chosen = power_of_choice.rpow_d(1, 2).update(jnp.ones(4), None, cohort, upload, None)
     np.testing.assert_array_equal(chosen, [1, 5, 1, 1])
-    memory = DriftLosses(jnp.ones(4), None, None, None)
-    state = State(*[None] * len(dataclasses.fields(State))).replace(memory=memory)
+    rows = {"losses": DriftLosses(jnp.ones(4), None)}
+    state = State(*[None] * len(dataclasses.fields(State))).replace(rows=rows)
     after = remember_losses(Round(None, state, None, cohort, None, upload))
-    np.testing.assert_array_equal(after.memory.best, [1, 5, 1, 1])
+    np.testing.assert_array_equal(after.rows["losses"].best, [1, 5, 1, 1])
     tried = OortMemory(jnp.ones(4), *[jnp.zeros(4)] * 3, jnp.int32(1), 0.0, 0.0, jnp.zeros(2))
     known = remember(tried, cohort, upload, None)
     np.testing.assert_array_equal(known.utility, [10, 10, 10, 1])

@@ -109,7 +109,9 @@ def test_slow_twin(toy, linear, local, settings, groups):
     assert state.assignment.tolist() == [group.get(client, -1) for client in range(14)]
     for client, one in layer.items():
         length = np.linalg.norm(one - first.flat())
-        np.testing.assert_allclose(np.linalg.norm(state.memory.points[client]), length, rtol=1e-4)
+        np.testing.assert_allclose(
+            np.linalg.norm(state.rows["features"].points[client]), length, rtol=1e-4
+        )
     assert len({group[client] for client in LATE}) > 1
 
 

@@ -112,23 +112,20 @@ def test_a_change_of_data_by_hand():
     had no clients for longest.
     """
     loss = jnp.array([[0.1, 0.9, 9, 9], [0.2, 0.9, 9, 9], [0.1, 0.5, 9, 9], [0.8, 0.9, 9, 9]])
-    memory = feddrift.DriftLosses(
-        best=jnp.full(4, 0.2),
-        trains_alone=jnp.array([True, False, False, False]),
-        used=jnp.array([5, 5, 4, 3]),
-        changes=jnp.int32(5),
-    )
+    losses = feddrift.DriftLosses(jnp.full(4, 0.2), jnp.array([True, False, False, False]))
+    changes = feddrift.Changes(used=jnp.array([5, 5, 4, 3]), number=jnp.int32(5))
     models = {"w": jnp.array([[1.0], [2.0], [3.0], [4.0]])}
-    state = met(models, [1, 0, 2, 0], [True, True, True, False], memory)
+    active, rows = [True, True, True, False], {"losses": losses}
+    state = met(models, [1, 0, 2, 0], active, changes, rows)
     data = SimpleNamespace(train=SimpleNamespace(size=jnp.full(4, 3)), num_clients=4)
     after, report = feddrift.change_models(
         lambda data, groups: loss, 0.5, feddrift.open_each, None, state, data
     )
     assert after.assignment.tolist() == [1, 0, 0, 3] and report.migrated == 2
     np.testing.assert_array_equal(after.groups["w"][:, 0], [1, 2, 3, 1])
-    assert after.memory.trains_alone.tolist() == [False, False, False, True]
+    assert after.rows["losses"].trains_alone.tolist() == [False, False, False, True]
     # at this change, the sixth, models 0, 1 and 3 have clients; 2 has none since the fourth
-    assert after.memory.used.tolist() == [6, 6, 4, 6] and after.memory.changes == 6
+    assert after.memory.used.tolist() == [6, 6, 4, 6] and after.memory.number == 6
 
 
 def states_of(algorithm, steps):
@@ -171,13 +168,13 @@ def test_clients_whose_labels_were_renamed_open_models(name, toy, steps, linear,
     opened = {k: int(event.assignment[k]) for k in (1, 3, 7)}
     assert set(np.flatnonzero(event.assignment > 0)) == {1, 3, 7}
     assert len(set(opened.values())) == (3 if name == "feddrift" else 1)
-    assert event.memory.trains_alone.sum() == 3
+    assert event.rows["losses"].trains_alone.sum() == 3
     alive = int((toy.train.size > 0).sum())
     assert spent(states[30], event).units_down == 14 + alive
     assert spent(states[30], event).words_up == alive
     # client 2 has no samples and never counts
     last = states[-1]
-    assert last.memory.trains_alone[1] == 0 and last.assignment[2] == -1
+    assert last.rows["losses"].trains_alone[1] == 0 and last.assignment[2] == -1
     assert last.assignment[9] != 0
     losses = feddrift.losses_of_all(linear, local)(steps[-1], states[33].groups)
     assert np.isinf(losses[2]).all() and np.isfinite(np.delete(losses, 2, 0)).all()

@@ -158,16 +158,16 @@ def test_rounds_are_those_of_the_twin(toy, linear, local, name, m, settings):
         state, info = states[number + 1], infos[number]
         for found, expected in zip(models_of(state.groups), models, strict=True):
             np.testing.assert_allclose(found.flat(), expected.flat(), rtol=2e-5, atol=1e-5)
-        np.testing.assert_allclose(state.memory.weights, weights, atol=2e-5)
+        np.testing.assert_allclose(state.rows["mixture"].weights, weights, atol=2e-5)
         met |= set(TABLE[number].tolist()) - {2}
-        assert set(np.flatnonzero(state.memory.met).tolist()) == met == set(by_label)
+        assert set(np.flatnonzero(state.rows["mixture"].met).tolist()) == met == set(by_label)
         group = [int(np.argmax(weights[k])) if k in met else -1 for k in range(CLIENTS)]
         assert state.assignment.tolist() == group
         np.testing.assert_allclose(info.loss, loss, rtol=1e-5)
         if labels:
-            np.testing.assert_allclose(state.memory.label_shares, shares, rtol=1e-4)
+            np.testing.assert_allclose(state.memory, shares, rtol=1e-4)
             np.testing.assert_allclose(
-                np.asarray(state.memory.by_label)[sorted(met)],
+                np.asarray(state.rows["mixture"].by_label)[sorted(met)],
                 np.stack([by_label[k] for k in sorted(met)]),
                 atol=1e-4,
             )
@@ -200,10 +200,10 @@ def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     for client in range(CLIENTS):
         size = int(toy.test.size[client])
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :][:size]
-        if not bool(state.memory.met[client]) or not size:
+        if not bool(state.rows["mixture"].met[client]) or not size:
             assert int(clients.samples[client]) == 0
             continue
-        p = mixed(models, np.asarray(state.memory.weights[client], np.float64), x[held])
+        p = mixed(models, np.asarray(state.rows["mixture"].weights[client], np.float64), x[held])
         hits = p.argmax(1) == y[held]
         np.testing.assert_allclose(clients.accuracy[client], hits.mean(), rtol=1e-6)
         loss = -np.log(p[np.arange(size), y[held]]).mean()
@@ -213,7 +213,7 @@ def test_clients_are_tested_on_their_mixtures(toy, linear, local, devices):
     tests, auxiliary = np.asarray(toy.test.order), mean(models)
     hits = logits_of(auxiliary, x[tests]).argmax(1) == y[tests]
     np.testing.assert_allclose(row["auxiliary_accuracy"], hits.mean(), rtol=1e-6)
-    assert row["evaluated_clients"] == np.sum(state.memory.met)
+    assert row["evaluated_clients"] == np.sum(state.rows["mixture"].met)
     assert (
         row["group_sizes"].tolist() == np.bincount(state.assignment + 1, minlength=4)[1:].tolist()
     )
@@ -270,7 +270,7 @@ def test_probabilities_are_averaged_not_logits(toy, linear):
 def test_a_model_that_is_not_finite_is_seen_by_all(toy, linear, trained, value):
     """Also by clients to whom the other one says more, and where probabilities are finite."""
     algorithm, (*_, state) = trained
-    met = np.asarray(state.memory.met) & (np.asarray(toy.test.size) > 0)
+    met = np.asarray(state.rows["mixture"].met) & (np.asarray(toy.test.size) > 0)
     weaker = int(np.argmin(np.bincount(np.asarray(state.assignment)[met], minlength=2)))
     bias = state.groups["head"]["bias"].at[weaker, 0].set(value)
     groups = {"head": state.groups["head"] | {"bias": bias}}
@@ -306,12 +306,14 @@ def test_fedrc_is_fedem_while_label_shares_are_equal(toy, linear, local):
     soft, hard = (method(linear, local, COHORTS, m=3) for method in (fedem, fedrc))
     (first, *states), _ = play(soft, toy)
     state, one_round = jax.jit(hard.init)(KEY, toy), jax.jit(hard.round)
-    constant = state.memory.label_shares
+    constant = state.memory
     for expected in states:
-        forgot = state.replace(memory=state.memory.replace(label_shares=constant))
+        forgot = state.replace(memory=constant)
         state, other = one_round(KEY, forgot, toy)[0], one_round(KEY, state, toy)[0]
         jax.tree.map(np.testing.assert_array_equal, state.groups, expected.groups)
-        np.testing.assert_array_equal(state.memory.weights, expected.memory.weights)
+        np.testing.assert_array_equal(
+            state.rows["mixture"].weights, expected.rows["mixture"].weights
+        )
     assert np.abs(matrix(other.groups) - matrix(state.groups)).max() > 1e-4
     assert first.round == 0
 
@@ -320,7 +322,7 @@ def test_models_that_begin_alike_have_equal_parts(toy, trained):
     algorithm, (begun, *_) = trained
     same = jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), begun.groups)
     after, _ = jax.jit(algorithm.round)(KEY, begun.replace(groups=same), toy)
-    np.testing.assert_allclose(after.memory.weights, 0.5, atol=1e-6)
+    np.testing.assert_allclose(after.rows["mixture"].weights, 0.5, atol=1e-6)
     one, other = matrix(after.groups)
     assert np.abs(one - other).max() > 1e-4, "each model has shuffles of its own"
 
@@ -362,7 +364,7 @@ def test_the_weights_of_a_planted_mixture_are_found(two_concepts, bare, local):
     everybody = local.replace(lr=0.5, epochs=1, batch_size=20)
     algorithm = fedem(bare, everybody, select.full_participation(), m=2)
     state = play(algorithm, data, 30)[0][-1]
-    found = np.asarray(state.memory.weights)
+    found = np.asarray(state.rows["mixture"].weights)
     mine = found[:, 0] if found[-1, 0] > 0.5 else found[:, 1]
     np.testing.assert_allclose(mine, share, atol=0.05)
 
@@ -377,7 +379,10 @@ def test_the_likelihood_does_not_fall(two_concepts, bare, local):
     likelihood = []
     for state in states:
         total = 0.0
-        models, weights = models_of(state.groups), np.asarray(state.memory.weights, np.float64)
+        models, weights = (
+            models_of(state.groups),
+            np.asarray(state.rows["mixture"].weights, np.float64),
+        )
         for client in range(8):
             held = samples(data, client)
             each = [-losses_of(model, x[held], y[held]) for model in models]
@@ -399,9 +404,9 @@ def test_clients_that_differ_in_labels_alone_are_put_together_by_fedrc(local):
     local = local.replace(lr=0.3, epochs=1, batch_size=20)
     weights = {
         name: np.asarray(
-            play(method(task, local, select.full_participation(), m=2), data, 40)[0][
-                -1
-            ].memory.weights
+            play(method(task, local, select.full_participation(), m=2), data, 40)[0][-1]
+            .rows["mixture"]
+            .weights
         )[:, 0]
         for name, method in METHODS.items()
     }
@@ -435,7 +440,7 @@ def test_runs_of_a_grid_are_those_alone(toy, linear, local, name):
         algorithm = METHODS[name](linear, local.replace(lr=lr), COHORTS, m=2)
         state = algorithm.round(key, algorithm.init(key, toy), toy)[0]
         state = algorithm.round(key, state, toy)[0]
-        return state.groups, state.memory
+        return state.groups, state.memory, state.rows
 
     keys, steps = jax.random.split(KEY, 2), jnp.array([0.1, 0.2])
     together = jax.jit(jax.vmap(lambda key, lr: begun(grid, key, lr)))(keys, steps)
@@ -464,7 +469,8 @@ def test_updates_that_are_not_used_leave_no_trace(toy, linear, local, fault):
     assert (sent.words_down, sent.words_up) == (2 * CLASSES * 4, 2 * CLASSES * answers)
     jax.tree.map(np.testing.assert_array_equal, first.groups, last.groups)
     if fault.get("nonfinite") != "zero":
-        jax.tree.map(np.testing.assert_array_equal, first.memory, last.memory)
+        kept = [(state.memory, state.rows) for state in (first, last)]
+        jax.tree.map(np.testing.assert_array_equal, *kept)
         assert (last.assignment == -1).all()
 
 
@@ -498,10 +504,10 @@ def test_time_counts_all_models_and_the_inference(toy, linear, local):
     seconds = steps * step[who] + sent + m * size[who] * sample[who]
     np.testing.assert_allclose(info.seconds, np.sort(seconds)[1], rtol=1e-5)
     on_time = set(who[seconds <= np.sort(seconds)[1]].tolist()) - {2}
-    assert set(np.flatnonzero(state.memory.met).tolist()) == on_time
+    assert set(np.flatnonzero(state.rows["mixture"].met).tolist()) == on_time
     assert int(info.late) == 2
     late = np.setdiff1d(who, list(on_time))
-    np.testing.assert_allclose(np.asarray(state.memory.weights)[late], 1 / m)
+    np.testing.assert_allclose(np.asarray(state.rows["mixture"].weights)[late], 1 / m)
 
 
 # clients that took no part
@@ -527,7 +533,7 @@ def test_new_clients_take_one_e_step(toy, linear, local, name, settings):
     x, y, models = np.asarray(toy.x, np.float64), np.asarray(toy.y), models_of(state.groups)
     shares = None
     if name == "fedrc" and settings.get("newcomers_use_shares", True):
-        shares = np.asarray(state.memory.label_shares, np.float64)
+        shares = np.asarray(state.memory, np.float64)
     for number, client in enumerate(range(10, 14)):
         held = samples(toy, client)
         weights = e_step(models, [0.5, 0.5], shares, x[held], y[held]).mean(1)
@@ -553,13 +559,13 @@ def test_hard_fedrc_serves_one_model(toy, linear, local):
     state = play(make(select.from_table(np.array([[1, 7, 9, 3]]))), few, 2)[0][-1]
     served = make(COHORTS).serve(state)
     assert served.weights is None
-    strongest = np.asarray(state.memory.weights).argmax(1)
+    strongest = np.asarray(state.rows["mixture"].weights).argmax(1)
     np.testing.assert_array_equal(
-        served.model_index, np.where(np.asarray(state.memory.met), strongest, -1)
+        served.model_index, np.where(np.asarray(state.rows["mixture"].met), strongest, -1)
     )
     new = assign_newcomers(make, linear, local.execution.mesh, state, toy, KEY, at_once=4)
     x, y, models = np.asarray(toy.x, np.float64), np.asarray(toy.y), models_of(state.groups)
-    shares = np.asarray(state.memory.label_shares, np.float64)
+    shares = np.asarray(state.memory, np.float64)
     for number, client in enumerate(range(10, 14)):
         held = samples(toy, client)
         weights = e_step(models, [0.5, 0.5], shares, x[held], y[held]).mean(1)

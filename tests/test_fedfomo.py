@@ -137,12 +137,12 @@ def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
         twin = twin_round(twin, cohort, samples, p)
         for models, expected in (
             (state.groups, twin.trained),
-            (state.memory.mixed, twin.mixed),
+            (state.rows["mixed"], twin.mixed),
             (algorithm.serve(state).models, twin.mixed),
         ):
             found = [to_matrix(models, client) for client in range(CLIENTS)]
             np.testing.assert_allclose(found, expected, atol=2e-4)
-        np.testing.assert_allclose(state.memory.affinity, twin.affinity, atol=5e-3)
+        np.testing.assert_allclose(state.rows["affinity"], twin.affinity, atol=5e-3)
     same = np.add.outer(np.arange(CLIENTS), np.arange(CLIENTS)) % 2 == 0
     others = ~np.eye(CLIENTS, dtype=bool)
     affinity = twin.affinity
@@ -159,8 +159,8 @@ def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole
     spoilt = jax.tree.map(lambda leaf: leaf.at[2].set(bad), state.groups)
     after, _ = jax.jit(algorithm.round)(KEY, state.replace(groups=spoilt), five)
     others = np.array([0, 1, 3, 4])
-    assert after.memory.uploaded[others].all()
-    for models in (after.groups, after.memory.mixed):
+    assert after.rows["peer"].uploaded[others].all()
+    for models in (after.groups, after.rows["mixed"]):
         for leaf in jax.tree.leaves(models):
             assert np.isfinite(leaf[others]).all()
 
@@ -186,8 +186,8 @@ def test_clients_of_the_last_round_are_sent_and_no_others(five, softmax_task, wh
         state, _ = step(KEY, state, five)
         sent = spent(before, state)
         seen.append((sent.units_down, sent.units_up, sent.words_down, sent.words_up))
-        changed = np.abs(state.memory.affinity - before.memory.affinity) > 0
-        uploaded = np.flatnonzero(before.memory.uploaded)
+        changed = np.abs(state.rows["affinity"] - before.rows["affinity"]) > 0
+        uploaded = np.flatnonzero(before.rows["peer"].uploaded)
         rows, columns = np.nonzero(changed)
         assert all(
             row == column or column in uploaded for row, column in zip(rows, columns, strict=True)
@@ -218,7 +218,7 @@ def test_words_are_sent_with_updates_that_are_not_used(five, softmax_task, whole
     )
     before, _ = jax.jit(usual.round)(KEY, usual.init(KEY, five), five)
     after, info = jax.jit(bad.round)(KEY, before, five)
-    assert info.fault_counts.nonfinite == CLIENTS and not after.memory.uploaded.any()
+    assert info.fault_counts.nonfinite == CLIENTS and not after.rows["peer"].uploaded.any()
     assert spent(before, after).words_up == 3 * CLIENTS
 
 
@@ -249,11 +249,11 @@ def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_b
     after, _ = jax.jit(algorithm.round)(KEY, state, five)
     for one, other in (
         (state.groups, after.groups),
-        (state.memory.mixed, after.memory.mixed),
-        (state.memory.affinity, after.memory.affinity),
+        (state.rows["mixed"], after.rows["mixed"]),
+        (state.rows["affinity"], after.rows["affinity"]),
     ):
         jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert not after.memory.uploaded.any()
+    assert not after.rows["peer"].uploaded.any()
 
 
 def test_peers_are_the_best_known_or_drawn():

@@ -107,7 +107,7 @@ def test_slow_twin(toy, linear, local, m, every, lam):
         for found, wanted in zip(models_of(state.groups), twin.models, strict=True):
             np.testing.assert_allclose(found.flat(), wanted.flat(), atol=3e-5)
         for client, share in twin.shares.items():
-            np.testing.assert_allclose(state.memory.shares[client], share, rtol=1e-5)
+            np.testing.assert_allclose(state.rows["shares"].shares[client], share, rtol=1e-5)
             assert state.assignment[client] == np.argmax(share)
     assert free > 0 and state.assignment[2] == -1
     assert {*LATE} == twin.late and twin.late & {*twin.own}
@@ -171,7 +171,7 @@ def test_shares_are_those_of_the_sources(mixed, local):
     begun, _ = play(algorithm, data, 0)
     known = jax.tree.map(lambda *parts: jnp.concatenate(parts), *models)
     state, _ = play(algorithm, data, 1, begun.replace(groups=known))
-    np.testing.assert_allclose(state.memory.shares[:, 1], true, atol=0.1)
+    np.testing.assert_allclose(state.rows["shares"].shares[:, 1], true, atol=0.1)
 
 
 @pytest.mark.nightly

@@ -111,7 +111,7 @@ def twin(state, data, local, rounds, mu, form, estep):
     """
     centers, models, assignment = (
         matrix(state.groups),
-        list(matrix(state.memory.models)),
+        list(matrix(state.rows["models"].models)),
         state.assignment.tolist(),
     )
     size = np.asarray(data.train.size)
@@ -149,7 +149,7 @@ def test_twin(toy, linear, local, form, estep, mu):
     centers, models, assignment = twin(begun, toy, local, 4, mu, form, estep)
     assert last.assignment.tolist() == assignment and set(assignment) == {-1, 0, 1}
     np.testing.assert_allclose(matrix(last.groups), centers, rtol=2e-5, atol=2e-5)
-    np.testing.assert_allclose(matrix(last.memory.models), models, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(matrix(last.rows["models"].models), models, rtol=2e-5, atol=2e-5)
     assert np.abs(centers - matrix(begun.groups)).max() > 0.1
 
 
@@ -161,17 +161,17 @@ def test_start_is_one_local_update_and_k_means(toy, linear, local):
         trained(keys[1], common, 0.0, client, toy, local) if toy.train.size[client] else common
         for client in range(14)
     ]
-    np.testing.assert_allclose(matrix(state.memory.models), expected, rtol=1e-5, atol=1e-5)
-    assert state.memory.known.tolist() == (np.asarray(toy.train.size) > 0).tolist()
-    label = np.where(state.memory.known, state.assignment, -1)
+    np.testing.assert_allclose(matrix(state.rows["models"].models), expected, rtol=1e-5, atol=1e-5)
+    assert state.rows["models"].known.tolist() == (np.asarray(toy.train.size) > 0).tolist()
+    label = np.where(state.rows["models"].known, state.assignment, -1)
     for k in range(2):
         np.testing.assert_allclose(
             matrix(state.groups)[k],
-            matrix(state.memory.models)[label == k].mean(axis=0),
+            matrix(state.rows["models"].models)[label == k].mean(axis=0),
             rtol=1e-5,
             atol=1e-5,
         )
-    np.testing.assert_array_equal(state.assignment >= 0, state.memory.known)
+    np.testing.assert_array_equal(state.assignment >= 0, state.rows["models"].known)
     assert ledger(state.traffic) == Traffic(14, 14, 0, 0)
 
 
@@ -184,7 +184,7 @@ def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
     begun, *_, last = play(alone, toy, 3)
     plain = fedavg(linear, local, COHORT, aggregate=uniform_mean)
     chex.assert_trees_all_close(
-        last.groups, play(plain, toy, 3, begun.replace(memory=()))[-1].groups, rtol=1e-5, atol=1e-6
+        last.groups, play(plain, toy, 3, begun.replace(rows={}))[-1].groups, rtol=1e-5, atol=1e-6
     )
 
 
@@ -192,7 +192,7 @@ def test_one_group_is_fedavg_with_plain_means(toy, linear, local):
 def test_one_group_weighted_by_samples_is_fedprox(toy, linear, local):
     alone = build(fesem, linear, local, COHORT, m=1, aggregate="samples", mu=0.3)
     begun, *_, last = play(alone, toy, 3)
-    prox = play(fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(memory=()))[-1]
+    prox = play(fedprox(linear, local, COHORT, mu=0.3), toy, 3, begun.replace(rows={}))[-1]
     chex.assert_trees_all_close(last.groups, prox.groups, rtol=1e-5, atol=1e-6)
 
 
@@ -221,10 +221,10 @@ def test_migration_changes_nothing(toy, linear, local):
     assert sum(row["shifted_clients"] for row in moving.rows) > 0
     first = jax.jit(fesem(linear, local, COHORT, m=2, detector=tv).init)(KEY, toy)
     assert np.any(
-        first.memory.shift_reference.reference != moving.state.memory.shift_reference.reference
+        first.rows["shift_reference"].reference != moving.state.rows["shift_reference"].reference
     )
     chex.assert_trees_all_equal(
-        moving.state.replace(memory=moving.state.memory.replace(shift_reference=())), still.state
+        moving.state.replace(rows={"models": moving.state.rows["models"]}), still.state
     )
 
 
@@ -287,7 +287,7 @@ def test_empty_group_keeps_its_center(linear, local):
 def test_lost_clients_leave_their_models(toy, linear, local):
     lost = cfl.System(COHORT, cfl.Faults(dropout=1.0))
     begun, *_, last = play(fesem(linear, local, lost, m=2), toy, 2)
-    chex.assert_trees_all_equal(begun.memory, last.memory)
+    chex.assert_trees_all_equal(begun.rows, last.rows)
 
 
 # Parts
@@ -309,12 +309,12 @@ def test_stored_mean_by_hand():
     """Clients 0 .. 5 store 1, 2, 4, 8, 16, 99; 5 is unknown. 1 trains in group 0 to 10
     + 3, 4 sends nothing, the third slot is empty.
     """
-    memory = ClientModels(
+    stored = ClientModels(
         {"w": jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 99.0])[:, None]}, jnp.arange(6) < 5
     )
     state = SimpleNamespace(
         active=jnp.ones(4, bool),
-        memory=memory,
+        rows={"models": stored},
         groups={"w": jnp.array([10.0, 20.0, 30.0, 40.0])[:, None]},
         assignment=jnp.array([0, 0, 1, -1, 1, 2]),
     )
@@ -329,10 +329,10 @@ def test_stored_mean_by_hand():
         (state.groups["w"] + step["w"])[:, 0], [(1 + 13) / 2, (4 + 16) / 2, 30, 40], rtol=1e-6
     )
     assert mass.tolist() == [2, 2, 0, 0]
-    state.replace = lambda memory: memory
+    state.put_rows = lambda rows: rows["models"]
     kept = keep_models()(r)
     assert kept.models["w"][:, 0].tolist() == [1, 13, 4, 8, 16, 99]
-    assert kept.known.tolist() == memory.known.tolist()
+    assert kept.known.tolist() == stored.known.tolist()
 
 
 @pytest.mark.parametrize("name", ["fesem", "fesem_ma"])
@@ -426,8 +426,8 @@ def test_embedding_of_many_clients_keeps_their_principal_directions(monkeypatch)
 
 
 def inertia(state):
-    gaps = matrix(state.memory.models) - matrix(state.groups)[np.asarray(state.assignment)]
-    return np.sum(gaps[np.asarray(state.memory.known)] ** 2)
+    gaps = matrix(state.rows["models"].models) - matrix(state.groups)[np.asarray(state.assignment)]
+    return np.sum(gaps[np.asarray(state.rows["models"].known)] ** 2)
 
 
 @pytest.mark.nightly

@@ -392,11 +392,11 @@ def test_projection_is_pca():
 def test_map_is_drawn_from_the_last_checkpoint(tmp_path, toy, linear, local):
     algorithm = cfl.algorithms.fesem(linear, local, cfl.select.full_participation(), m=2)
     state = jax.jit(algorithm.init)(jax.random.key(0), toy)
-    assert isinstance(state.memory, ClientModels)
+    assert isinstance(state.rows["models"], ClientModels)
     folder = finished(tmp_path / "run")
     save(folder / "checkpoints", 3, (state, {"owner": toy.owner}), {}, {})
     shown = fesem_fig3.read_map(folder)
-    known = np.asarray(state.memory.known)
+    known = np.asarray(state.rows["models"].known)
     assert len(shown.points) == known.sum() < len(known) and shown.sizes.sum() == known.sum()
     assert 0 < shown.explained[1] <= shown.explained[0] <= 1
     np.testing.assert_array_equal(shown.group, np.asarray(state.assignment)[known])

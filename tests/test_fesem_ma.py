@@ -197,7 +197,9 @@ def test_fesem_where_no_unit_changes_its_place(toy, mlp, local, mean_over):
     begun, *_, last = play(build(fesem_ma, mlp, local, COHORT, **options), toy, 4)
     plain = play(build(fesem, mlp, local, COHORT, m=2, aggregate=mean_over), toy, 4)
     chex.assert_trees_all_close(last.groups, plain[-1].groups, rtol=1e-6, atol=1e-6)
-    chex.assert_trees_all_close(last.memory.models, plain[-1].memory.models, rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(
+        last.rows["models"].models, plain[-1].rows["models"].models, rtol=1e-6, atol=1e-6
+    )
     chex.assert_trees_all_equal(last.assignment, plain[-1].assignment)
     assert np.abs(matrix(last.groups) - matrix(begun.groups)).max() > 0.1
     chex.assert_trees_all_equal(last.traffic, plain[-1].traffic)
@@ -220,7 +222,7 @@ def test_class_means_by_hand():
     """
     head = {"kernel": jnp.array([1.0, 2.0, 3.0, 5.0])[:, None, None] * jnp.ones((4, 1, 3))}
     counts = jnp.array([[1, 0, 0], [3, 2, 0], [0, 2, 0], [1, 1, 1]])
-    memory = ClientModels({"head": head}, jnp.ones(4, bool), counts=counts)
+    stored = ClientModels({"head": head}, jnp.ones(4, bool), counts=counts)
     groups = {"head": {"kernel": jnp.array([10.0, 20.0])[:, None, None] * jnp.ones((2, 1, 3))}}
     state = State(
         round=jnp.int32(0),
@@ -229,11 +231,12 @@ def test_class_means_by_hand():
         active=jnp.ones(2, bool),
         assignment=jnp.array([0, 0, 0, 1]),
         traffic=(),
-        memory=memory,
+        memory=(),
         selection=(),
         clock_ms=(),
         received=(),
         start_faults=(),
+        rows={"models": stored},
     )
     upload = Upload(
         {"head": {"kernel": jnp.array([[[4.0, 4.0, 4.0]], [[0.0, 0.0, 0.0]]])}},

@@ -216,19 +216,18 @@ def test_a_drift_event_by_hand(toy, drifting, linear, local):
     for tau in (1e-6, 1e6):
         fired = []
         before, after = run(method(linear, local, tau=tau), [still, moved], fired=fired)[1:]
-        memory = before.memory
         points = np.asarray(train_label_shares(moved))
-        drifted = np.abs(points - memory.reported).sum(1) > 0
+        drifted = np.abs(points - before.rows["reports"].reported).sum(1) > 0
         assert set(np.flatnonzero(drifted)) == {1, 3, 7}
         new, centers, shift, theta = twin_moves(
             points,
             np.asarray(toy.train.size) > 0,
             drifted,
             np.asarray(before.assignment),
-            np.asarray(memory.centers),
+            np.asarray(before.memory.centers),
             np.asarray(before.active),
         )
-        np.testing.assert_array_equal(after.memory.reported, points)
+        np.testing.assert_array_equal(after.rows["reports"].reported, points)
         assert fired == [0, shift >= tau * theta]
         if tau > 1:
             np.testing.assert_array_equal(after.assignment, new)
@@ -262,9 +261,11 @@ def test_ablations(drifting, linear, local):
     # those heard of are the clients of the cohort before; the others wait
     before, after = states["cohort"][1:3]
     shifted = np.isin(np.arange(14), [1, 3, 7, 9])
-    told = np.any(np.asarray(before.memory.reported != after.memory.reported), axis=1)
-    np.testing.assert_array_equal(told, shifted & np.asarray(before.memory.heard))
-    np.testing.assert_array_equal(after.memory.pending, shifted & ~told)
+    told = np.any(
+        np.asarray(before.rows["reports"].reported != after.rows["reports"].reported), axis=1
+    )
+    np.testing.assert_array_equal(told, shifted & np.asarray(before.rows["reports"].heard))
+    np.testing.assert_array_equal(after.rows["reports"].pending, shifted & ~told)
 
 
 @pytest.mark.nightly
@@ -322,10 +323,14 @@ def test_false_reports_are_permuted_alike_in_every_event(drifting, linear, local
     _, orders = false[0].memory.shared
     assert (np.asarray(orders) != np.arange(4)).any(axis=1).sum() == 7
     for before, after in zip(honest, false, strict=True):
-        expected = np.take_along_axis(np.asarray(before.memory.reported), np.asarray(orders), 1)
-        np.testing.assert_array_equal(after.memory.reported, expected)
+        expected = np.take_along_axis(
+            np.asarray(before.rows["reports"].reported), np.asarray(orders), 1
+        )
+        np.testing.assert_array_equal(after.rows["reports"].reported, expected)
         assert ledger(before.traffic).words_up == ledger(after.traffic).words_up
-    assert (np.asarray(honest[-1].memory.reported) != false[-1].memory.reported).any()
+    assert (
+        np.asarray(honest[-1].rows["reports"].reported) != false[-1].rows["reports"].reported
+    ).any()
 
 
 @pytest.mark.nightly
@@ -337,7 +342,9 @@ def test_a_report_threshold_keeps_small_shifts_quiet(drifting, linear, local):
         for above in fired
     )
     assert fired == {0.0: [0, 1], 2.5: [0, 0]}
-    np.testing.assert_array_equal(quiet[-1].memory.reported, quiet[0].memory.reported)
+    np.testing.assert_array_equal(
+        quiet[-1].rows["reports"].reported, quiet[0].rows["reports"].reported
+    )
 
 
 @pytest.mark.nightly

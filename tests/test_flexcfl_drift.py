@@ -162,7 +162,7 @@ def test_who_migrates(rounds):
 
 def test_references_change_for_the_detected_alone(rounds):
     for each in rounds:
-        reference = each["state"].memory.shift_reference.reference
+        reference = each["state"].rows["shift_reference"].reference
         np.testing.assert_array_equal(reference, each["reference"])
 
 

@@ -192,9 +192,8 @@ def test_cfl_trains_at_every_cut_that_a_client_missed(concepts, timed):
     found = states[-1]
     assert found.active.all() and not seconds.any()
     twice = np.flatnonzero(np.isin(found.assignment, [found.memory.parent[2], 2]))
-    late = found.replace(
-        assignment=found.assignment.at[twice].set(0),
-        memory=found.memory.replace(last_split=found.memory.last_split.at[twice].set(0)),
+    late = found.replace(assignment=found.assignment.at[twice].set(0)).put_rows(
+        {"last_split": found.rows["last_split"].at[twice].set(0)}
     )
     pick = select.from_table(twice[None])
     seconds, states = timed(algorithms.cfl, [concepts], pick, begun=late, **settings)

@@ -188,7 +188,7 @@ def test_a_client_that_never_answers_stays(linear, toy, local):
     state = algorithm.init(KEY, toy)
     after, _ = jax.jit(algorithm.round)(KEY, state, toy)
     assert after.assignment.tolist() == state.assignment.tolist()
-    assert not after.memory.labels.known.any()
+    assert not after.rows["labels"].known.any()
     assert spent(state, after).words_up == 0
     chex.assert_trees_all_equal(after.groups, state.groups)
 
@@ -203,7 +203,7 @@ def test_label_shares_are_sent_with_updates_that_are_not_used(linear, toy, local
         states.append(jax.jit(algorithm.round)(KEY, states[-1], toy)[0])
     able = int((toy.train.size > 0).sum())
     assert [spent(*pair).words_up for pair in pairwise(states)] == [able * toy.num_classes] * 2
-    assert not states[-1].memory.labels.known.any()
+    assert not states[-1].rows["labels"].known.any()
 
 
 @pytest.mark.nightly
@@ -224,7 +224,7 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
         assert weak.assignment.tolist() == strong.assignment.tolist()
         chex.assert_trees_all_equal(weak.groups, strong.groups)
     weak, strong = (spent(states[0], states[-1]) for states in runs)
-    asked = int(runs[0][-1].memory.labels.known.sum())
+    asked = int(runs[0][-1].rows["labels"].known.sum())
     answers = strong.words_up
     assert (weak.units_down, weak.units_up) == (strong.units_down, strong.units_up)
     assert weak.units_down == rounds * min(cohort, clients)
@@ -233,9 +233,9 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     if cohort == 14:
         assert (asked, answers) == (clients, rounds * clients)
     share = np.asarray(train_label_shares(toy))
-    known = np.asarray(runs[0][-1].memory.labels.known)
+    known = np.asarray(runs[0][-1].rows["labels"].known)
     np.testing.assert_array_equal(
-        runs[0][-1].memory.labels.share, np.where(known[:, None], share, 0)
+        runs[0][-1].rows["labels"].share, np.where(known[:, None], share, 0)
     )
 
 

@@ -226,7 +226,7 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     apart[0, 1:4], apart[1, 2:4], apart[2, 3] = (50, 50, 70), (10, 40), 80
     apart = jnp.asarray(apart + apart.T)
     begun, _ = play(pacfl(linear, local, COHORT, m=2, threshold=91.0), toy, 0)
-    known = begun.memory.known.at[1:4].set(False)
+    known = begun.rows["features"].known.at[1:4].set(False)
     memory = begun.memory.replace(known=known)
     state = begun.replace(memory=memory, active=jnp.array([True, False]))
     four = toy.replace(train=toy.train.replace(size=jnp.ones(14, jnp.int32).at[4:].set(0)))

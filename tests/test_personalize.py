@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pyarrow.parquet
 import pytest
-from conftest import build, call
+from conftest import build, call, matrix, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import make_cohort, over_clients
@@ -235,16 +235,17 @@ def personal(task, local, select):
 
     def start(key, data):
         initial = random_groups(task, 1)(key, data)
-        return initial._replace(memory=copy_model(task.init(key), data.num_clients))
+        return initial._replace(rows={"last": copy_model(task.init(key), data.num_clients)})
 
     def finish(r):
         trained = jax.tree.map(lambda old, new: old[0] + new, r.before.groups, r.upload.delta)
-        return r.state.replace(memory=jax.tree.map(r.cohort.put, r.state.memory, trained))
+        return r.state.put_rows({"last": jax.tree.map(r.cohort.put, r.state.rows["last"], trained)})
+
+    def serve(state):
+        return ServedModels(state.rows["last"], jax.numpy.arange(state.assignment.size))
 
     method = Method(sgd(task, local), start, finish=finish)
-    return federated(task, local, wrapped, method)._replace(
-        serve=lambda state: ServedModels(state.memory, jax.numpy.arange(state.assignment.size))
-    )
+    return federated(task, local, wrapped, method)._replace(serve=serve)
 
 
 @pytest.mark.nightly
@@ -269,6 +270,32 @@ def test_new_clients_keep_what_is_their_own(toy, linear, local):
             *map(jax.tree.leaves, (new.served.models, fresh.groups, delta)), strict=True
         ):
             np.testing.assert_allclose(own[client], group[0] + change[0], rtol=1e-5, atol=1e-6)
-    for own, old in zip(*map(jax.tree.leaves, (new.served.models, state.memory)), strict=True):
+    for own, old in zip(
+        *map(jax.tree.leaves, (new.served.models, state.rows["last"])), strict=True
+    ):
         np.testing.assert_array_equal(own[:10], old)
     assert new.groups.tolist() == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(
+    "layer", [cfl.personal.ditto(), nightly(cfl.personal.apfl()), cfl.personal.fedper()]
+)
+def test_what_new_clients_keep_starts_from_the_model_of_their_group(toy, mlp, local, layer):
+    """They train with next to no step, so that they are served what they begin with."""
+
+    def make(select, lr=1e-9):
+        one = local.replace(personal=layer, lr=lr)
+        return build(cfl.algorithms.ifca, mlp, one, select, m=2)
+
+    few, key = take_clients(toy, np.arange(10)), jax.random.key(0)
+    run = make(cfl.select.uniform(6), lr=0.2)
+    state, one_round = jax.jit(run.init)(key, few), jax.jit(run.round)
+    for _ in range(3):
+        state = one_round(key, state, few)[0]
+    other = jax.random.key(1)  # what a run's start would draw now
+    new = assign_newcomers(make, mlp, local.execution.mesh, state, toy, other, at_once=3)
+    at = np.asarray(new.served.model_index)[10:]
+    trains = np.asarray(toy.train.size)[10:] > 0
+    assert trains.sum() >= 3 and (new.groups[trains] >= 0).all()
+    served, groups = matrix(new.served.models), matrix(state.groups)
+    np.testing.assert_allclose(served[at[trains]], groups[new.groups[trains]], atol=1e-6)

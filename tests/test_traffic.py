@@ -14,6 +14,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system import clock as clocks
@@ -203,5 +204,5 @@ def test_a_bill_of_other_payers_is_refused(step, payers, toy, linear, local):
     algorithm = federated(linear, local, selection, Method(sgd(linear, local), **given))
     state = algorithm.init(KEY, toy)
     said = f"{step} must give bills of {payers}, or of nobody (no_bill()), not of shape (1,)"
-    with pytest.raises(AssertionError, match=f"^{re.escape(said)}"):
+    with pytest.raises(InputError, match=f"^{re.escape(said)}"):
         jax.eval_shape(algorithm.round, KEY, state, toy)

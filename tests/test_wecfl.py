@@ -60,7 +60,7 @@ def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     algorithm = wecfl(linear, local, COHORT, m=3, restarts=20)
     state = jax.jit(algorithm.init)(KEY, toy)
     _, models, size, labels, centers = twin_start(toy, linear, local, 3)
-    np.testing.assert_allclose(matrix(state.memory.models), models, atol=2e-5)
+    np.testing.assert_allclose(matrix(state.rows["models"].models), models, atol=2e-5)
     met = size > 0
     found = np.asarray(state.assignment)
     assert adjusted_rand_score(found[met], labels[met]) == 1.0
@@ -81,8 +81,14 @@ def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
     algorithm = wecfl(linear, local, COHORT, m=3)
     state = begun = jax.jit(algorithm.init)(KEY, toy)
     one_round = jax.jit(algorithm.round)
-    centers, models = matrix(state.groups).astype(float), matrix(state.memory.models).astype(float)
-    weight, labels = np.asarray(state.memory.weight).astype(float), np.asarray(state.assignment)
+    centers, models = (
+        matrix(state.groups).astype(float),
+        matrix(state.rows["models"].models).astype(float),
+    )
+    weight, labels = (
+        np.asarray(state.rows["models"].weight).astype(float),
+        np.asarray(state.assignment),
+    )
     assert weight.tolist() == toy.train.size.tolist()
     for round, data in enumerate((toy, toy, fewer, fewer)):
         state, _ = one_round(KEY, state, data)

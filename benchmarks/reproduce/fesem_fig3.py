@@ -20,10 +20,10 @@ from fedjax_cfl.runs import checkpoint
 MAX_MODELS = 400  # clients drawn, as in the paper
 # of a run's (state, data)
 MODELS, CENTERS, ASSIGNED, KNOWN = (
-    "[0].memory.models",
+    "[0].rows['models'].models",
     "[0].groups",
     "[0].assignment",
-    "[0].memory.known",
+    "[0].rows['models'].known",
 )
 
 

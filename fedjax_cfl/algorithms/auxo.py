@@ -42,15 +42,23 @@ RESTARTS = 32
 REWARD = 5.0
 
 
+SCORES = "scores"
+
+
 class Scores(struct.PyTreeNode):
-    """What is known of the clients, for each group."""
+    """What is known of the clients, for each group, the row `SCORES`."""
 
     group: jax.Array  # [K, m] float32, how well the client fits the group
     side: jax.Array  # [K, m, 2] float32, how well it fits each side of the next cut
     count: jax.Array  # [K, m] float32, rounds in the group, 0 after a cut for the other side
+    joining: jax.Array  # [K] bool, clients that choose their group before the next round
+
+
+class Cuts(struct.PyTreeNode):
+    """What is known of the groups."""
+
     cut_seen: jax.Array  # [m] bool, sides have been named since the last cut
     rounds: jax.Array  # [m] int32, of the group and of those it was cut from
-    joining: jax.Array  # [K] bool, clients that choose their group before the next round
 
 
 class Fit(NamedTuple):
@@ -62,16 +70,16 @@ class Fit(NamedTuple):
     score: jax.Array
 
 
-# (memory, sizes [m], active [m]) -> [m] bool, the groups to cut
-SplitFn = Callable[[Scores, jax.Array, jax.Array], jax.Array]
+# (scores, cuts, sizes [m], active [m]) -> [m] bool, the groups to cut
+SplitFn = Callable[[Scores, Cuts, jax.Array, jax.Array], jax.Array]
 
 
 def split_at(split_rounds: tuple[PositiveInt, ...] = (50, 100)) -> SplitFn:
     """Cuts every group after these rounds, as the released configuration does."""
     check_arguments(split_at, locals(), "algorithm")
 
-    def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
-        return active & jnp.any(memory.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)
+    def due(scores: Scores, cuts: Cuts, sizes: jax.Array, active: jax.Array) -> jax.Array:
+        return active & jnp.any(cuts.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)
 
     return due
 
@@ -83,9 +91,9 @@ def split_adaptively(participants: PositiveInt = 100, least: NonNegativeFloat = 
     From the second cut on, their ratio must also be between 1/2 and 2.
     """
 
-    def due(memory: Scores, sizes: jax.Array, active: jax.Array) -> jax.Array:
-        clients, groups = memory.group.shape[0], active.sum()
-        zero, one = jnp.sum(prefers(memory, 0), axis=0), jnp.sum(prefers(memory, 1), axis=0)
+    def due(scores: Scores, cuts: Cuts, sizes: jax.Array, active: jax.Array) -> jax.Array:
+        clients, groups = scores.group.shape[0], active.sum()
+        zero, one = jnp.sum(prefers(scores, 0), axis=0), jnp.sum(prefers(scores, 1), axis=0)
         fewest, most = jnp.minimum(zero, one), jnp.maximum(zero, one)
         enough = fewest > clients / 20 * 0.9 ** (groups - 1.0)
         even = (most < 2 * fewest) | (groups == 1)
@@ -118,7 +126,8 @@ def auxo(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
-        memory=partial(init_scores, m),
+        memory=lambda groups, data: Cuts(jnp.zeros(m, bool), jnp.zeros(m, jnp.int32)),
+        client_rows=partial(init_scores, m),
         migrate=split_and_join(split, explore),
         assign=keep_groups,
         regroup=partial(score_cohort, local.execution.mesh),
@@ -127,17 +136,16 @@ def auxo(
     return federated(task, local, system, method)
 
 
-def init_scores(m: int, groups: Params, data: FederatedData) -> Scores:
+def init_scores(m: int, groups: Params, data: FederatedData) -> dict[str, Scores]:
     """Returns the scores of clients that are all in group 0: there it is 1."""
     clients = data.num_clients
-    return Scores(
+    scores = Scores(
         group=jnp.zeros((clients, m)).at[:, 0].set(1.0),
         side=jnp.full((clients, m, 2), 0.5, jnp.float32),
         count=jnp.zeros((clients, m)),
-        cut_seen=jnp.zeros(m, bool),
-        rounds=jnp.zeros(m, jnp.int32),
         joining=jnp.zeros(clients, bool),
     )
+    return {SCORES: scores}
 
 
 def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
@@ -148,21 +156,22 @@ def split_and_join(split: SplitFn, explore: float) -> MigrateFn:
     def migrate(r: Round) -> tuple[State, Report]:
         state = r.state
         chance_key, choice = jax.random.split(r.key)
-        memory, m, clients = state.memory, state.active.size, r.data.num_clients
+        m, clients = state.active.size, r.data.num_clients
         own = jnp.where(state.assignment >= 0, state.assignment, m)
         sizes = jnp.zeros(m, jnp.int32).at[own].add(1, mode="drop")
-        chosen = split(memory, sizes, state.active) & state.active & (state.round > 0)
+        chosen = split(state.rows[SCORES], state.memory, sizes, state.active)
+        chosen &= state.active & (state.round > 0)
         before = state.active.sum()
         state = cut_groups(state, chosen)
-        memory, active = state.memory, state.active
-        everybody = active.sum() > before
+        scores, active = state.rows[SCORES], state.active
+        was_cut = active.sum() > before
         # a client that has never had samples has nothing to choose by, and joins when it has some
-        able = (r.data.train.size > 0) | (memory.count.sum(1) > 0)
-        joining = (memory.joining | everybody | (state.assignment < 0)) & able
-        best = jnp.argmax(jnp.where(active, memory.group, -jnp.inf), axis=1)
+        able = (r.data.train.size > 0) | (scores.count.sum(1) > 0)
+        joining = (scores.joining | was_cut | (state.assignment < 0)) & able
+        best = jnp.argmax(jnp.where(active, scores.group, -jnp.inf), axis=1)
         random = jax.random.randint(choice, (clients,), 0, active.sum())
         chance = explore * 0.99 ** state.round.astype(jnp.float32)
-        free = (jax.random.uniform(chance_key, (clients,)) < chance) | (memory.count.sum(1) == 0)
+        free = (jax.random.uniform(chance_key, (clients,)) < chance) | (scores.count.sum(1) == 0)
         now = jnp.where(joining, jnp.where(free, random, best), state.assignment).astype(jnp.int32)
         moved = jnp.sum(now != state.assignment)
         return state.replace(assignment=now), make_report(migrated=moved)
@@ -174,33 +183,28 @@ def cut_groups(state: State, chosen: jax.Array) -> State:
     """Cuts the groups `chosen` [m] bool in two. Side 1 becomes the lowest free group, with a
     copy of the model; where none is free, nothing is cut.
     """
-    memory, m = state.memory, state.active.size
+    scores, cuts, m = state.rows[SCORES], state.memory, state.active.size
     target = jnp.sum(state.active) + jnp.cumsum(chosen) - 1
     target = jnp.where(chosen & (target < m), target, m)
     number = jnp.arange(m)
     source = number.at[target].set(number, mode="drop")
     child, parent = source != number, target < m
-    sides = [prefers(memory, side).astype(jnp.float32) for side in (0, 1)]
-    score = jnp.where(parent, memory.group + sides[0], memory.group)
-    score = jnp.where(child, (memory.group + sides[1])[:, source], score)
-    count = jnp.where(parent, memory.count * sides[0], memory.count)
-    count = jnp.where(child, (memory.count * sides[1])[:, source], count)
+    sides = [prefers(scores, side).astype(jnp.float32) for side in (0, 1)]
+    score = jnp.where(parent, scores.group + sides[0], scores.group)
+    score = jnp.where(child, (scores.group + sides[1])[:, source], score)
+    count = jnp.where(parent, scores.count * sides[0], scores.count)
+    count = jnp.where(child, (scores.count * sides[1])[:, source], count)
     reset = child | parent
-    side = jnp.where(reset[None, :, None], score[:, :, None] / 2, memory.side)
+    side = jnp.where(reset[None, :, None], score[:, :, None] / 2, scores.side)
     groups, server = take_rows((state.groups, state.server), source)
-    memory = memory.replace(
-        group=score,
-        side=side,
-        count=count,
-        cut_seen=memory.cut_seen & ~reset,
-        rounds=memory.rounds[source],
-    )
-    return state.replace(groups=groups, server=server, active=state.active | child, memory=memory)
+    cuts = Cuts(cuts.cut_seen & ~reset, cuts.rounds[source])
+    state = state.put_rows({SCORES: scores.replace(group=score, side=side, count=count)})
+    return state.replace(groups=groups, server=server, active=state.active | child, memory=cuts)
 
 
-def prefers(memory: Scores, side: int) -> jax.Array:
+def prefers(scores: Scores, side: int) -> jax.Array:
     """Returns which clients [K, m] bool prefer a side of each group."""
-    return memory.side[:, :, side] > memory.side[:, :, 1 - side]
+    return scores.side[:, :, side] > scores.side[:, :, 1 - side]
 
 
 def last_tenth(delta: Params) -> jax.Array:
@@ -280,7 +284,7 @@ def score_group(
 
 def score_groups(
     key: Key,
-    memory: Scores,
+    kept: tuple[Scores, Cuts],
     clients: jax.Array,
     sent: jax.Array,
     gid: jax.Array,
@@ -290,20 +294,22 @@ def score_groups(
     """Returns for each group: (side [m, S, 2], score [m, S], whether its sides were named now
     [m], member [m, S]).
 
-    Args: `memory` has the scores so far; `clients` [S] int32 are the rows of the slots' clients
-    in it; `sent` [S] bool says whose update counts; `gid` [S] int32 is the group of each slot;
+    Args: `kept` has the scores and cuts so far; `clients` [S] int32 are the rows of the slots'
+    clients; `sent` [S] bool says whose update counts; `gid` [S] int32 is the group of each slot;
     `signature` [S, p] and `several` [] are those of `score_group`.
     """
 
+    scores, cuts = kept
+
     def of_group(k):
-        count, score = memory.count[clients, k], memory.group[clients, k]
-        fit = Fit(sent & (gid == k), (count > 0) & (score > 1), memory.side[clients, k], score)
-        first = ~memory.cut_seen[k]
+        count, score = scores.count[clients, k], scores.group[clients, k]
+        fit = Fit(sent & (gid == k), (count > 0) & (score > 1), scores.side[clients, k], score)
+        first = ~cuts.cut_seen[k]
         side, score = score_group(jax.random.fold_in(key, k), signature, fit, first, several)
         named = first & jnp.any(fit.member[:, None] & (side != fit.side))
         return side, score, named, fit.member
 
-    return lax.map(of_group, jnp.arange(memory.rounds.size))
+    return lax.map(of_group, jnp.arange(cuts.rounds.size))
 
 
 def score_cohort(mesh: Mesh | None, r: Round) -> tuple[State, jax.Array]:
@@ -314,21 +320,20 @@ def score_cohort(mesh: Mesh | None, r: Round) -> tuple[State, jax.Array]:
     those of `RegroupFn`, which this is without `mesh`.
     """
     state, cohort = r.state, r.cohort
-    memory, several = state.memory, state.active.sum() > 1
+    kept, cuts, several = state.rows[SCORES], state.memory, state.active.sum() > 1
     clients = jnp.minimum(cohort.ids, r.data.num_clients - 1)
     sent, signature = r.upload.weight > 0, last_tenth(r.upload.delta)
     sides, scores, named, members = on_every_device(score_groups, mesh)(
-        r.key, memory, clients, sent, r.group, signature, several
+        r.key, (kept, cuts), clients, sent, r.group, signature, several
     )
     rows = jnp.where(sent, cohort.ids, r.data.num_clients)
-    side = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), memory.side[clients])
-    score = jnp.where(members.T, scores.T, memory.group[clients])
-    memory = memory.replace(
-        side=cohort.put(memory.side, side, sent),
-        group=cohort.put(memory.group, score, sent),
-        count=memory.count.at[rows].add(members.T.astype(jnp.float32), mode="drop"),
-        cut_seen=memory.cut_seen | named,
-        rounds=memory.rounds + state.active,
-        joining=cohort.put(jnp.zeros_like(memory.joining), True, sent),
+    side = jnp.where(members.T[:, :, None], sides.swapaxes(0, 1), kept.side[clients])
+    score = jnp.where(members.T, scores.T, kept.group[clients])
+    new = Scores(
+        side=cohort.put(kept.side, side, sent),
+        group=cohort.put(kept.group, score, sent),
+        count=kept.count.at[rows].add(members.T.astype(jnp.float32), mode="drop"),
+        joining=cohort.put(jnp.zeros_like(kept.joining), True, sent),
     )
-    return state.replace(memory=memory), r.group
+    memory = Cuts(cuts.cut_seen | named, cuts.rounds + state.active)
+    return state.replace(memory=memory).put_rows({SCORES: new}), r.group

@@ -92,8 +92,8 @@ def pool_samples(data: FederatedData) -> FederatedData:
     edges = jnp.zeros(total + 1, jnp.int32).at[train.start].add(jnp.minimum(train.size, 1))
     edges = edges.at[train.start + train.size].add(-jnp.minimum(train.size, 1))
     order = train.order[put_first(jnp.cumsum(edges)[:-1] > 0)]
-    everybody = jnp.full_like(train.size, train.size.sum())
-    pooled = ClientIndex(order, jnp.zeros_like(train.start), everybody)
+    all_samples = jnp.full_like(train.size, train.size.sum())
+    pooled = ClientIndex(order, jnp.zeros_like(train.start), all_samples)
     return data.replace(train=pooled, max_client_samples=total)
 
 

@@ -50,6 +50,9 @@ from fedjax_cfl.validation import (
 DueFn = Callable[..., jax.Array]
 
 
+LAST_SPLIT, LAST_UPDATE, KNOWN = "last_split", "last_update", "known"  # rows of clients
+
+
 class SplitTree(struct.PyTreeNode):
     """The cuts so far: cut h = 1 .. m - 1 made group h of clients of group parent[h]. Later
     cuts have higher numbers.
@@ -59,9 +62,6 @@ class SplitTree(struct.PyTreeNode):
     models: Params  # [m, ...], the parent's model when it was cut
     parent_update: Params  # [m, ...], mean update of the clients that stayed with the parent
     split_update: Params  # [m, ...], mean update of those that left
-    last_split: jax.Array  # [K] int32, the last cut at which the client has taken a side
-    last_update: Any = ()  # [K, ...], every client's last update; only with stale updates
-    known: Any = ()  # [K] bool, the client has sent one; only with stale updates
     longest_mean: ArrayLike = 0.0  # [] float32, norm of any group's longest mean update so far
 
 
@@ -112,31 +112,36 @@ def cfl(
     method = Method(
         solve,
         start=one_active_group(task, m),
-        memory=partial(init_tree, stale_updates),
+        memory=init_tree,
+        client_rows=partial(init_rows, stale_updates),
+        split_rows=(LAST_UPDATE,),
         assign=descend_splits(train_without_recording(solve, local, system)),
         regroup=bipartition(
             due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.execution.mesh
         ),
         aggregate=aggregate,
     )
-    return federated(task, local, system, method)._replace(
-        client_models=lambda state: state.memory.last_update
-    )
+    return federated(task, local, system, method)
 
 
-def init_tree(stale_updates: bool, groups: Params, data: FederatedData) -> SplitTree:
-    """Returns the cuts so far: none. `stale_updates` is as in `cfl`."""
-    m, clients = len(jax.tree.leaves(groups)[0]), data.num_clients
-    zeros = jax.tree.map(jnp.zeros_like, groups)
-    tree = SplitTree(
-        jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(clients, jnp.int32)
-    ).replace(longest_mean=jnp.zeros(()))
+def init_tree(groups: Params, data: FederatedData) -> SplitTree:
+    """Returns the cuts so far: none."""
+    m, zeros = len(jax.tree.leaves(groups)[0]), jax.tree.map(jnp.zeros_like, groups)
+    return SplitTree(jnp.full(m, -1, jnp.int32), zeros, zeros, zeros, jnp.zeros(()))
+
+
+def init_rows(stale_updates: bool, groups: Params, data: FederatedData) -> dict[str, Any]:
+    """Returns what the server keeps of each client: the last cut at which it has taken a side, and
+    with `stale_updates` its last update and whether it has sent one.
+    """
+    clients = data.num_clients
+    rows: dict[str, Any] = {LAST_SPLIT: jnp.zeros(clients, jnp.int32)}
     if stale_updates:
-        latest = jax.tree.map(
+        rows[LAST_UPDATE] = jax.tree.map(
             lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
         )
-        tree = tree.replace(last_update=latest, known=jnp.zeros(clients, bool))
-    return tree
+        rows[KNOWN] = jnp.zeros(clients, bool)
+    return rows
 
 
 def descend_splits(train: TrainFn) -> AssignFn:
@@ -150,7 +155,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
-        real, passed = cohort.ids < data.num_clients, tree.last_split[clients]
+        real, passed = cohort.ids < data.num_clients, state.rows[LAST_SPLIT][clients]
         nothing = make_report(make_bill(jnp.zeros_like(clients)))
 
         def cut(h, carry):
@@ -200,23 +205,23 @@ def bipartition(
     def regroup(r: Round) -> tuple[State, jax.Array]:
         state, cohort = r.state, r.cohort
         tree, m = state.memory, state.active.size
-        passed = cohort.put(tree.last_split, jnp.sum(state.active) - 1)
+        passed = cohort.put(state.rows[LAST_SPLIT], jnp.sum(state.active) - 1)
         ids, group, sent, delta = cohort.ids, r.group, r.upload.weight > 0, r.upload.delta
         if stale_updates:
             rows = jnp.where(sent, ids, r.data.num_clients)
-            latest = put_models(tree.last_update, rows, delta, mesh)
-            tree = tree.replace(
-                last_update=latest, known=tree.known.at[rows].set(True, mode="drop")
-            )
+            latest = put_models(state.rows[LAST_UPDATE], rows, delta, mesh)
+            known = state.rows[KNOWN].at[rows].set(True, mode="drop")
+            state = state.put_rows({LAST_UPDATE: latest, KNOWN: known})
             group = state.assignment.at[ids].set(r.group, mode="drop")
-            ids, sent, delta = jnp.arange(r.data.num_clients), tree.known, latest
+            ids, sent, delta = jnp.arange(r.data.num_clients), known, latest
         norm = jnp.sqrt(squared_norms(delta).sum(0))
         mean, size = group_mean(sent.astype(jnp.float32), group, delta, m)
         mean_norm = jnp.sqrt(squared_norms(mean).sum(0))
         longest_mean = jnp.maximum(tree.longest_mean, jnp.max(mean_norm))
         longest = jnp.max(membership_weights(jnp.where(sent, norm, 0.0), group, m), axis=0)
         ready = due(state.round, state.active, mean_norm, longest, size, longest_mean)
-        state = state.replace(memory=tree.replace(last_split=passed, longest_mean=longest_mean))
+        state = state.replace(memory=tree.replace(longest_mean=longest_mean))
+        state = state.put_rows({LAST_SPLIT: passed})
 
         def cut():
             parts = compared(delta)
@@ -271,8 +276,8 @@ def split(
         models=where_rows(created, groups, tree.models),
         parent_update=where_rows(created, stayed, tree.parent_update),
         split_update=where_rows(created, mean, tree.split_update),
-        last_split=tree.last_split.at[jnp.where(sent, ids, tree.last_split.size)].set(
-            jnp.sum(active) - 1, mode="drop"
-        ),
     )
+    passed = state.rows[LAST_SPLIT]
+    at = jnp.where(sent, ids, passed.size)
+    state = state.put_rows({LAST_SPLIT: passed.at[at].set(jnp.sum(active) - 1, mode="drop")})
     return state.replace(groups=groups, server=server, active=active, memory=tree), now

@@ -14,7 +14,7 @@ and join the group of the nearest mean update.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,14 @@ from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
 
+# rows of clients: running means [K, m, ...] of updates by criterion, 0 where there are none; and
+# whether the client has sent one [K, m] bool
+VECTORS, KNOWN = "vectors", "known"
 
-class Accumulated(struct.PyTreeNode):
-    """What the server keeps of every client, and what newcomers are compared with."""
 
-    vectors: Params  # [K, m, ...], running means of updates by criterion, 0 where there are none
-    known: jax.Array  # [K, m] bool, the client has sent one
+class Criterion(struct.PyTreeNode):
+    """What newcomers are compared with."""
+
     initial: Params  # [1, ...], the last criterion
     directions: Params  # [m, ...], the mean update of it by the clients of each group
 
@@ -103,24 +105,28 @@ def cfl_gp(
     method = Method(
         solve,
         start=common_model(task, m),
-        memory=partial(init_means, m, project_to),
+        memory=lambda groups, data: Criterion(
+            take_rows(groups, slice(1)), jax.tree.map(jnp.zeros_like, groups)
+        ),
+        client_rows=partial(init_means, m, project_to),
+        split_rows=(VECTORS,),
         assign=join_nearest_direction(train, euclidean, warm_up=0),
         prepare=charge_criterion(local, plan, project_to),
         regroup=partition_updates(train, local, plan, project_to, restarts),
         aggregate=aggregate,
     )
-    return federated(task, local, system, method)._replace(
-        client_models=lambda state: state.memory.vectors
-    )
+    return federated(task, local, system, method)
 
 
-def init_means(m: int, project_to: int | None, groups: Params, data: FederatedData) -> Accumulated:
-    """Returns the memory of a server to which no client has sent anything yet."""
+def init_means(
+    m: int, project_to: int | None, groups: Params, data: FederatedData
+) -> dict[str, Any]:
+    """Returns the rows of clients of which none has sent anything yet."""
     zeros, known = jax.tree.map(jnp.zeros_like, groups), jnp.zeros((data.num_clients, m), bool)
     vectors = jax.tree.map(
         lambda leaf: jnp.zeros((*known.shape, *leaf.shape[1:])), shorten(zeros, project_to)
     )
-    return Accumulated(vectors, known, take_rows(groups, slice(1)), zeros)
+    return {VECTORS: vectors, KNOWN: known}
 
 
 def shorten(delta: Params, project_to: int | None) -> Params:
@@ -167,20 +173,20 @@ def partition_updates(
         def cluster_again():
             keys = jax.random.split(r.key)
             delta, sent = update_criterion(train, local, plan, r._replace(key=keys[0]))
-            memory = accumulate(plan, state, cohort, shorten(delta, project_to), sent)
-            known, old = memory.known.any(1), cohort.put(state.assignment, gid)
+            rows = accumulate(plan, state, cohort, shorten(delta, project_to), sent)
+            known, old = rows[KNOWN].any(1), cohort.put(state.assignment, gid)
             find = partial(find_groups, m=plan.m, restarts=restarts)
             label = on_every_device(find, local.execution.mesh)(
-                keys[1], gram(memory.vectors), known, old
+                keys[1], gram(rows[VECTORS]), known, old
             )
             now = jnp.where(known, label, old)
             group = jnp.where(cohort.take(known), cohort.take(now), gid)
             directions, _ = group_mean(sent.astype(jnp.float32), group, delta, plan.m)
             criterion = take_rows(state.groups, plan.criterion(state.round)[None])
-            memory = memory.replace(initial=criterion, directions=directions)
             # the engine stores those of the cohort, and counts who had none before
             others = cohort.put(now, cohort.take(state.assignment))
-            return state.replace(assignment=others, memory=memory), group
+            after = state.replace(assignment=others, memory=Criterion(criterion, directions))
+            return after.put_rows(rows), group
 
         return lax.cond(plan.is_due(state.round), cluster_again, lambda: (state, gid))
 
@@ -210,13 +216,13 @@ def update_criterion(
 
 def accumulate(
     plan: Plan, state: State, cohort: Cohort, vector: Params, sent: jax.Array
-) -> Accumulated:
-    """Returns the memory with the means g <- (1 - beta) g + beta v of the criterion, for the slots
+) -> dict[str, Any]:
+    """Returns the rows with the means g <- (1 - beta) g + beta v of the criterion, for the slots
     that have `sent` [S] bool a `vector` [S, ...]; a client's first one is its mean.
     """
-    memory, criterion = state.memory, plan.criterion(state.round)
-    rows = jnp.where(sent, cohort.ids, len(memory.known))
-    first = ~cohort.take(memory.known)[:, criterion]
+    known, criterion = state.rows[KNOWN], plan.criterion(state.round)
+    rows = jnp.where(sent, cohort.ids, len(known))
+    first = ~cohort.take(known)[:, criterion]
     rate = jnp.where(first, 1.0, plan.rate(state.round))
 
     def add(mean, new):
@@ -224,9 +230,8 @@ def accumulate(
         step = jax.vmap(jnp.multiply)(rate, new - old)
         return mean.at[rows, criterion].set(old + step, mode="drop")
 
-    vectors = jax.tree.map(add, memory.vectors, vector)
-    known = memory.known.at[rows, criterion].set(True, mode="drop")
-    return memory.replace(vectors=vectors, known=known)
+    vectors = jax.tree.map(add, state.rows[VECTORS], vector)
+    return {VECTORS: vectors, KNOWN: known.at[rows, criterion].set(True, mode="drop")}
 
 
 def find_groups(

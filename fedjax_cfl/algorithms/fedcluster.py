@@ -17,7 +17,7 @@ from functools import partial
 import jax
 from jax import lax
 
-from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, init_tree
+from fedjax_cfl.algorithms.cfl import bipartition, descend_splits, init_rows, init_tree
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import train_without_recording
@@ -68,16 +68,17 @@ def fedcluster(
     method = Method(
         solve,
         start=one_active_group(task, m),
-        memory=partial(init_tree, False),
+        memory=init_tree,
+        client_rows=partial(init_rows, False),
         assign=descend_splits(train_without_recording(solve, local, system)),
         regroup=bipartition(due, "average", gamma, False, head_kernel, mesh),
     )
     cohort_only = federated(task, local, system, method)
     of_all = use_all_clients(system)
-    everybody = federated(task, local, of_all, method)
+    with_all = federated(task, local, of_all, method)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         now = state.round % (rounds + 1) == rounds
-        return lax.cond(now, everybody.round, cohort_only.round, key, state, data)
+        return lax.cond(now, with_all.round, cohort_only.round, key, state, data)
 
     return cohort_only._replace(round=round)

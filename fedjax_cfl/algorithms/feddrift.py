@@ -13,7 +13,6 @@ least recently; where there is none, the client stays with its best model.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -44,15 +43,23 @@ NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not tried a 
 LossesFn = Callable[[FederatedData, Params], jax.Array]  # (data, groups [m, ...]) -> [K, m]
 
 
+LOSSES = "losses"
+
+
 class DriftLosses(struct.PyTreeNode):
-    """What is remembered from one change of data to the next."""
+    """What is kept of each client from one change of data to the next, the row `LOSSES`."""
 
     # [K] float32, each client's loss of its model when it last tried or trained it; NEVER
     # before
     best: jax.Array
     trains_alone: jax.Array  # [K] bool, opened a model at the last change and only trains that
+
+
+class Changes(struct.PyTreeNode):
+    """What is remembered from one change of data to the next."""
+
     used: jax.Array  # [m] int32, the last change at which a model had clients
-    changes: jax.Array  # [] int32, so far
+    number: jax.Array  # [] int32, changes so far
 
 
 class NewModels(NamedTuple):
@@ -125,7 +132,8 @@ def feddrift(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
-        memory=partial(init_losses, m),
+        memory=lambda groups, data: Changes(jnp.zeros(m, jnp.int32), jnp.zeros((), jnp.int32)),
+        client_rows=init_losses,
         migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
         assign=keep_groups,
         aggregate=weighted_mean,
@@ -139,11 +147,10 @@ def feddrift_eager(task: Task, local: Local, system: SystemLike, **options: Any)
     return feddrift(task, local, system, eager=True, **options)
 
 
-def init_losses(m: int, groups: Params, data: FederatedData) -> DriftLosses:
-    """Returns the memory of clients that have not tried a model yet."""
+def init_losses(groups: Params, data: FederatedData) -> dict[str, DriftLosses]:
+    """Returns the losses of clients that have not tried a model yet."""
     best = jnp.full(data.num_clients, NEVER, jnp.float32)
-    nobody, unused = jnp.zeros(data.num_clients, bool), jnp.zeros(m, jnp.int32)
-    return DriftLosses(best, nobody, unused, jnp.zeros((), jnp.int32))
+    return {LOSSES: DriftLosses(best, jnp.zeros(data.num_clients, bool))}
 
 
 def remember_losses(r: Round) -> State:
@@ -152,8 +159,9 @@ def remember_losses(r: Round) -> State:
     """
     state, upload = r.state, r.upload
     known = (upload.weight > 0) & jnp.isfinite(upload.loss)
-    best = r.cohort.put(state.memory.best, upload.loss, known)
-    return state.replace(memory=state.memory.replace(best=best))
+    losses = state.rows[LOSSES]
+    best = r.cohort.put(losses.best, upload.loss, known)
+    return state.put_rows({LOSSES: losses.replace(best=best)})
 
 
 def losses_of_all(task: Task, local: Local) -> LossesFn:
@@ -248,17 +256,17 @@ def change_models(
 
     Args: the first four are those of `detect_drift`; `state` and `data` are those of the round.
     """
-    memory, old, m = state.memory, state.assignment, state.active.size
+    kept, before, old, m = state.rows[LOSSES], state.memory, state.assignment, state.active.size
     tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)
     known = jnp.any(jnp.isfinite(tried), axis=1)
-    free_to_choose = known & ~memory.trains_alone
+    free_to_choose = known & ~kept.trains_alone
     best = jnp.where(free_to_choose, jnp.argmin(tried, axis=1), old).astype(jnp.int32)
     loss = jnp.take_along_axis(tried, best[:, None], axis=1)[:, 0]
-    drifting = free_to_choose & (loss > memory.best + delta)
-    changes = memory.changes + 1
+    drifting = free_to_choose & (loss > kept.best + delta)
+    number = before.number + 1
     # the best models of drifting clients stay, as they are copied
     in_use = jnp.any(best[:, None] == jnp.arange(m), axis=0)
-    group, source = open_models(drifting, best, ~in_use, memory.used)
+    group, source = open_models(drifting, best, ~in_use, before.used)
     group = jnp.where(drifting, group, best)
     groups, server = take_rows((state.groups, state.server), source)
     opened = source != jnp.arange(m)
@@ -272,13 +280,10 @@ def change_models(
         groups, server = (mix_former_models(weights, tree) for tree in (groups, server))
     own = jnp.take_along_axis(table, group[:, None], axis=1)[:, 0]
     used = jnp.any(group[:, None] == jnp.arange(m), axis=0)
-    memory = DriftLosses(
-        best=jnp.where(jnp.isfinite(own), own, memory.best),
-        trains_alone=trains_alone,
-        used=jnp.where(used, changes, memory.used),
-        changes=changes,
-    )
+    memory = Changes(jnp.where(used, number, before.used), number)
     after = state.replace(
         groups=groups, server=server, active=active, assignment=group, memory=memory
     )
-    return after, report_losses(known * state.active.sum(), data, jnp.sum(group != old))
+    new = DriftLosses(jnp.where(jnp.isfinite(own), own, kept.best), trains_alone)
+    report = report_losses(known * state.active.sum(), data, jnp.sum(group != old))
+    return after.put_rows({LOSSES: new}), report

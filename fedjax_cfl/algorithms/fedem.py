@@ -43,13 +43,17 @@ from fedjax_cfl.validation import PositiveInt, check_arguments
 NO_STEP = 2**32 - 1  # a number that no step has, for keys
 
 
-class MixtureMemory(struct.PyTreeNode):
-    """What is kept of every client: pi stays on the client, the rest of it on the server."""
+MIXTURE = "mixture"
+
+
+class ClientMixture(struct.PyTreeNode):
+    """What is kept of every client, the row `MIXTURE`: pi stays on the client, the rest of it on
+    the server. The memory is R > 0 [m, C], the label shares of the models; () in FedEM.
+    """
 
     weights: jax.Array  # [K, m] pi, rows sum to 1
     met: jax.Array  # [K] bool, an update of the client has been used
     by_label: Any  # [K, m, C] A, the last that each client has sent; () in FedEM
-    label_shares: Any  # [m, C] R > 0; () in FedEM
 
 
 class Expected(struct.PyTreeNode):
@@ -92,7 +96,8 @@ def federated_mixture(
     method = Method(
         train_components(task, local, m),
         start=random_groups(task, m),
-        memory=partial(init_mixture, m, least_count is not None),
+        memory=partial(init_shares, m) if least_count is not None else None,
+        client_rows=partial(init_mixture, m, least_count is not None),
         assign=keep_groups,
         prepare=expect(task, local, m),
         aggregate=mean_of_all if shrink else mean_of_cohort,
@@ -130,16 +135,23 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
 OTHERS = "use another algorithm, as ifca or fedsoft"  # which mix no probabilities
 
 
-def init_mixture(m: int, with_labels: bool, groups: Params, data: FederatedData) -> MixtureMemory:
-    """Returns the memory of clients that all have equal parts of m models."""
+def init_mixture(
+    m: int, with_labels: bool, groups: Params, data: FederatedData
+) -> dict[str, ClientMixture]:
+    """Returns the rows of clients that all have equal parts of m models."""
     clients, labels = data.num_clients, data.num_classes
     check_classes(labels, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
-    return MixtureMemory(
+    mixture = ClientMixture(
         jnp.full((clients, m), 1 / m, jnp.float32),
         jnp.zeros(clients, bool),
         jnp.zeros((clients, m, labels)) if with_labels else (),
-        jnp.full((m, labels), 1 / m, jnp.float32) if with_labels else (),
     )
+    return {MIXTURE: mixture}
+
+
+def init_shares(m: int, groups: Params, data: FederatedData) -> jax.Array:
+    """Returns the label shares [m, C] of models that have seen nothing yet."""
+    return jnp.full((m, data.num_classes), 1 / m, jnp.float32)
 
 
 def expect(task: Task, local: Local, m: int) -> PrepareFn:
@@ -152,12 +164,12 @@ def expect(task: Task, local: Local, m: int) -> PrepareFn:
 
     def prepare(r: Round) -> tuple[Work, Report]:
         data, cohort, work = r.data, r.cohort, r.work
-        memory, size = r.state.memory, client_range(cohort.ids, data)[0]
-        known = memory.label_shares if with_labels(memory) else None
-        found = estep(cohort, data, (r.state.groups, known), cohort.take(memory.weights))
+        shares, size = find_label_shares(r.state), client_range(cohort.ids, data)[0]
+        weights = cohort.take(r.state.rows[MIXTURE].weights)
+        found = estep(cohort, data, (r.state.groups, shares), weights)
         share = size / jnp.maximum(jnp.sum(data.train.size), 1)
         real = (cohort.ids < data.num_clients).astype(jnp.int32)
-        models, words = real * (m - 1), real * m * data.num_classes * with_labels(memory)
+        models, words = real * (m - 1), real * m * data.num_classes * (shares is not None)
         sent = make_bill(models, models, words, words, samples=m * size)
         work = work._replace(client_extra=Expected(found.each, found.by_label, share))
         return work, make_report(sent)
@@ -165,9 +177,9 @@ def expect(task: Task, local: Local, m: int) -> PrepareFn:
     return prepare
 
 
-def with_labels(memory: MixtureMemory) -> bool:
-    """Returns whether the method divides likelihoods by label shares."""
-    return not isinstance(memory.label_shares, tuple)
+def find_label_shares(state: State) -> jax.Array | None:
+    """Returns the label shares [m, C] that divide likelihoods; None: the method has none."""
+    return None if isinstance(state.memory, tuple) else state.memory
 
 
 def train_components(task: Task, local: Local, m: int) -> ClientFn:
@@ -212,7 +224,7 @@ def one_after_another(objective: Any, training: Training, data: FederatedData) -
         tables = jax.lax.map(lambda own: plan._replace(random_words=own).make_table(*passes), words)
 
     def of_model(k: jax.Array) -> Loop:
-        mine = training._replace(
+        component = training._replace(
             objective=objective,
             start=take_rows(start, k),
             client_extra=(),
@@ -221,7 +233,7 @@ def one_after_another(objective: Any, training: Training, data: FederatedData) -
             table=take_rows(tables, k),
             weights=parts[k],
         )
-        return direct_loop(mine, data)
+        return direct_loop(component, data)
 
     def step(i, carry):
         k = i // steps
@@ -257,27 +269,25 @@ def remember_mixture(least_count: float | None) -> FinishFn:
 
     def finish(r: Round) -> State:
         cohort = r.cohort
-        memory, sums = r.state.memory, r.upload.extra
+        state, kept, sums = r.state, r.state.rows[MIXTURE], r.upload.extra
         used = (r.upload.weight > 0) & (sums.sum((1, 2)) > 0)
-        new = mean_responsibility(sums, cohort.take(memory.weights))
-        memory = memory.replace(
-            weights=cohort.put(memory.weights, new, used), met=cohort.put(memory.met, True, used)
+        new = mean_responsibility(sums, cohort.take(kept.weights))
+        kept = kept.replace(
+            weights=cohort.put(kept.weights, new, used), met=cohort.put(kept.met, True, used)
         )
         if least_count is not None:
-            by_label = cohort.put(memory.by_label, sums, used)
-            total = jnp.maximum(by_label.sum(0), least_count)
+            kept = kept.replace(by_label=cohort.put(kept.by_label, sums, used))
+            total = jnp.maximum(kept.by_label.sum(0), least_count)
             shares = total / total.sum(1, keepdims=True)
-            shares = jnp.where(memory.met.any(), shares, memory.label_shares)
-            memory = memory.replace(by_label=by_label, label_shares=shares)
-        strongest = jnp.argmax(memory.weights, axis=1).astype(jnp.int32)
-        assignment = jnp.where(memory.met, strongest, -1)
-        return r.state.replace(memory=memory, assignment=assignment)
+            state = state.replace(memory=jnp.where(kept.met.any(), shares, state.memory))
+        strongest = jnp.argmax(kept.weights, axis=1).astype(jnp.int32)
+        assignment = jnp.where(kept.met, strongest, -1)
+        return state.replace(assignment=assignment).put_rows({MIXTURE: kept})
 
     return finish
 
 
 def serve_mixture(state: State) -> ServedModels:
     """Serves each client the mixture of all models with its weights."""
-    memory = state.memory
-    shares = memory.label_shares if with_labels(memory) else None
-    return ServedModels(state.groups, state.assignment, memory.weights, shares)
+    weights = state.rows[MIXTURE].weights
+    return ServedModels(state.groups, state.assignment, weights, find_label_shares(state))

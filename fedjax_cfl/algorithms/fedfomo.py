@@ -54,12 +54,14 @@ from fedjax_cfl.types import (
 )
 from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, check_arguments
 
+# rows of clients: its model before its last local training [K, ...]; how useful each other's model
+# has been to it [K, K] float32; `Peer`
+MIXED, AFFINITY, PEER = "mixed", "affinity", "peer"
 
-class PersonalModels(struct.PyTreeNode):
-    """The memory of FedFomo."""
 
-    mixed: Params  # [K, ...], each client's model before its last local training
-    affinity: jax.Array  # [K, K] float32, how useful j's model has been to i
+class Peer(struct.PyTreeNode):
+    """What the server knows of every client."""
+
     uploaded: jax.Array  # [K] bool, clients that answered in the round before
     started: jax.Array  # [K] bool, clients that were sent the common start
 
@@ -91,7 +93,7 @@ def l2_norm(tree: Params) -> jax.Array:
 
 def serve_mixed(state: State) -> ServedModels:
     """Serves each client its model from before its last local training."""
-    return ServedModels(state.memory.mixed, jnp.arange(state.assignment.size, dtype=jnp.int32))
+    return ServedModels(state.rows[MIXED], jnp.arange(state.assignment.size, dtype=jnp.int32))
 
 
 def serve_trained(state: State) -> ServedModels:
@@ -128,7 +130,8 @@ def fedfomo(
     method = Method(
         train_from_mixture(sgd(task, local)),
         start=shared_model(task),
-        memory=init_memory,
+        client_rows=init_rows,
+        split_rows=(MIXED, AFFINITY),
         assign=assign_client_id,
         own_models=True,
         prepare=mix_models(task, local, models, (explore, explore_decay), norm),
@@ -141,16 +144,13 @@ def fedfomo(
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return algorithm.round(key, state, hold_out_samples(data, validation))
 
-    def client_models(state: State) -> tuple:
-        return state.groups, state.server, state.memory.mixed, state.memory.affinity
-
-    return algorithm._replace(round=round, serve=test, client_models=client_models)
+    return algorithm._replace(round=round, serve=test)
 
 
-def init_memory(groups: Params, data: FederatedData) -> PersonalModels:
-    """Returns the memory of clients that all have the same model, and no affinity yet."""
-    nobody, affinity = jnp.zeros(data.num_clients, bool), 0.1 * jnp.eye(data.num_clients)
-    return PersonalModels(groups, affinity, nobody, nobody)
+def init_rows(groups: Params, data: FederatedData) -> dict[str, Any]:
+    """Returns the rows of clients that all have the same model, and no affinity yet."""
+    none, affinity = jnp.zeros(data.num_clients, bool), 0.1 * jnp.eye(data.num_clients)
+    return {MIXED: groups, AFFINITY: affinity, PEER: Peer(none, none)}
 
 
 def train_from_mixture(train: ClientFn) -> ClientFn:
@@ -179,19 +179,21 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
 
     def finish(r: Round) -> State:
         state, cohort = r.state, r.cohort
-        memory, mixture, clients = state.memory, r.upload.extra, state.assignment.size
+        kept, mixture, clients = state.rows, r.upload.extra, state.assignment.size
         answered = r.upload.weight > 0
         rows = jnp.where(answered, cohort.ids, clients)
         total = jnp.abs(mixture.gain.sum(1, keepdims=True))
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
         judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
-        memory = PersonalModels(
-            mixed=put_models(memory.mixed, rows, mixture.model, mesh),
-            affinity=memory.affinity.at[rows[:, None], judged].add(share, mode="drop"),
-            uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
-            started=cohort.put(memory.started, True),
-        )
-        return state.replace(memory=memory)
+        new = {
+            MIXED: put_models(kept[MIXED], rows, mixture.model, mesh),
+            AFFINITY: kept[AFFINITY].at[rows[:, None], judged].add(share, mode="drop"),
+            PEER: Peer(
+                uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
+                started=cohort.put(kept[PEER].started, True),
+            ),
+        }
+        return state.put_rows(new)
 
     return finish
 
@@ -239,34 +241,33 @@ def mix_models(
 
     def prepare(r: Round) -> tuple[Work, Report]:
         state, cohort = r.state, r.cohort
-        memory, clients = state.memory, r.data.num_clients
+        kept, clients = state.rows, r.data.num_clients
         client = jnp.minimum(cohort.ids, clients - 1)
         explore = jnp.maximum(exploration[0] - exploration[1] * state.round, 0.0)
 
         def pick(client, affinity):
-            eligible = memory.uploaded & (jnp.arange(clients) != client)
+            eligible = kept[PEER].uploaded & (jnp.arange(clients) != client)
             draw = jax.random.fold_in(r.key, client)
             return pick_peers(draw, affinity, eligible, explore, min(count, clients))
 
         mixed, trained, affinity = take_models(
-            (memory.mixed, state.groups, memory.affinity), client, local.execution.mesh
+            (kept[MIXED], state.groups, kept[AFFINITY]), client, local.execution.mesh
         )
         peers = jax.vmap(pick)(client, affinity)
-        everybody, others = state.groups, ()
+        all_models, others = state.groups, ()
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
-            everybody, others = (), take_models(state.groups, rows, local.execution.mesh)
+            all_models, others = (), take_models(state.groups, rows, local.execution.mesh)
         tested = take_held_out(r.data)
-        model, gain = mix(cohort, tested, everybody, (mixed, trained, others, peers))
+        model, gain = mix(cohort, tested, all_models, (mixed, trained, others, peers))
         extra = Mixture(model, peers, gain, trained)
-        return r.work._replace(client_extra=extra), charge_peers(memory, cohort.ids, peers, tested)
+        report = charge_peers(kept[PEER], cohort.ids, peers, tested)
+        return r.work._replace(client_extra=extra), report
 
     return prepare
 
 
-def charge_peers(
-    memory: PersonalModels, ids: jax.Array, peers: jax.Array, tested: FederatedData
-) -> Report:
+def charge_peers(kept: Peer, ids: jax.Array, peers: jax.Array, tested: FederatedData) -> Report:
     """Reports what clients `ids` [S] receive and infer, and the word that each sends up for each
     of its peers.
 
@@ -275,7 +276,7 @@ def charge_peers(
     training and, unless this is its first round, its own model after it.
     """
     sent = jnp.sum(peers < tested.num_clients, axis=1)
-    started = memory.started[jnp.minimum(ids, tested.num_clients - 1)]
+    started = kept.started[jnp.minimum(ids, tested.num_clients - 1)]
     others = sent + started
     models = jnp.where(others > 0, others + 1, 0)
     real = ids < tested.num_clients
@@ -289,15 +290,15 @@ def first_order_mixture(task: Task, norm: Callable[[Params], jax.Array]) -> Call
 
     The gain is the fall of the loss on the samples of `data`, from the client's model before
     its last training, per unit of distance from that. The models of others are its own input,
-    or () where it reads them from those of `everybody`.
+    or () where it reads them from those of `all_models`.
     """
     losses = training_loss(task)
 
-    def mix(client, data: FederatedData, everybody: Params, own):
+    def mix(client, data: FederatedData, all_models: Params, own):
         mixed, trained, others, peers = own
         last = data.num_clients - 1
         rows = jnp.concatenate([jnp.minimum(client, last)[None], peers])
-        others = others or take_rows(everybody, jnp.minimum(peers, last))
+        others = others or take_rows(all_models, jnp.minimum(peers, last))
 
         def join(one, more):
             return jnp.concatenate([one[None], more])

@@ -60,10 +60,13 @@ LOSSES = "losses of mini-batches"  # the name of what a client records
 SPREAD = 1e-10  # added to the variance of losses, which are rounded
 
 
-class Interactions(struct.PyTreeNode):
-    """What the server remembers of rewards."""
+# the row of each client: its weights in W [K, K] float32, running means of rewards beside others
+WEIGHTS = "weights"
 
-    weights: jax.Array  # [K, K] float32 W, running means of the reward of the one beside the other
+
+class Interactions(struct.PyTreeNode):
+    """What the server remembers of the rewards of a group."""
+
     change: jax.Array  # [m] float32, running mean of the squared changes of a group's pairs
     patience: jax.Array  # [m] int32, rounds in a row in which that was small
 
@@ -99,17 +102,17 @@ def fedgwc(
         once=True,
         solve=Partial(partial(send_losses, steps), solve),
         start=one_active_group(task, m, joined=True),
-        memory=partial(init_weights, m),
+        memory=lambda groups, data: Interactions(jnp.ones(m), jnp.zeros(m, jnp.int32)),
+        client_rows=init_weights,
         prepare=charge_words(steps),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
 
 
-def init_weights(m: int, groups: Params, data: FederatedData) -> Interactions:
+def init_weights(groups: Params, data: FederatedData) -> dict[str, jax.Array]:
     """Returns equal weights of all pairs of clients."""
     clients = data.num_clients
-    equal = jnp.full((clients, clients), 1 / clients**2, jnp.float32)
-    return Interactions(equal, jnp.ones(m), jnp.zeros(m, jnp.int32))
+    return {WEIGHTS: jnp.full((clients, clients), 1 / clients**2, jnp.float32)}
 
 
 def record_loss(c: Step, model: Params, losses: jax.Array) -> tuple[Params, jax.Array]:
@@ -154,30 +157,31 @@ def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:
 
 
 def weigh_pairs(
-    memory: Interactions,
+    state: State,
     cohort: Cohort,
     upload: Upload,
     member: jax.Array,
     held: jax.Array,
     tolerance: ArrayLike,
-) -> Interactions:
-    """Returns the memory with the rewards of a round in the weights of the pairs that met.
+) -> tuple[jax.Array, Interactions]:
+    """Returns the weights [K, K] with the rewards of a round in those of the pairs that met, and
+    the memory.
 
     Args: `member` [S, m] is 1 in the column of the group of each client that counts; `held` [m] are
     the clients of the groups; `tolerance` is as in `fedgwc`.
     """
-    met = member.sum(0)
+    memory, pairs, met = state.memory, state.rows[WEIGHTS], member.sum(0)
     rate = divide(met, held)
     share = reward(upload.extra, upload.weight, member)
-    columns = jnp.minimum(cohort.ids, len(memory.weights) - 1)
-    old = cohort.take(memory.weights)[:, columns]
+    columns = jnp.minimum(cohort.ids, len(pairs) - 1)
+    old = cohort.take(pairs)[:, columns]
     step = (member @ member.T) * (member @ rate)[:, None] * (share[:, None] - old)
-    ids = jnp.where(upload.weight > 0, cohort.ids, len(memory.weights))
-    weights = memory.weights.at[ids[:, None], ids].add(step, mode="drop")
+    ids = jnp.where(upload.weight > 0, cohort.ids, len(pairs))
+    weights = pairs.at[ids[:, None], ids].add(step, mode="drop")
     moved = divide(member.T @ jnp.sum(step**2, axis=1), met**2)
     change = jnp.where(met > 0, (1 - rate) * memory.change + rate * moved, memory.change)
     patience = jnp.where(met > 0, (memory.patience + 1) * (change < tolerance), memory.patience)
-    return Interactions(weights, change, patience)
+    return weights, Interactions(change, patience)
 
 
 def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn:
@@ -193,14 +197,14 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
         now = jnp.where(r.data.train.size > 0, now, -1)
         member = one_hot(gid, m, r.upload.weight > 0)
         met, held = member.sum(0), one_hot(now, m).sum(0)
-        memory = weigh_pairs(state.memory, cohort, r.upload, member, held, tolerance)
+        weights, memory = weigh_pairs(state, cohort, r.upload, member, held, tolerance)
         target = jnp.maximum(jnp.round(divide(held, met)), 1)
         due = (met > 0) & (met < held) & (memory.patience >= target)
         group = jnp.argmax(due)
 
         def cut():
             rooms = jnp.minimum(held[group] // met[group], 1 + jnp.sum(~state.active))
-            return find(r.key, memory.weights, now == group, rooms)
+            return find(r.key, weights, now == group, rooms)
 
         none = jnp.zeros_like(now), jnp.zeros((), bool)
         part, found = lax.cond(due.any(), cut, lambda: none)
@@ -223,7 +227,7 @@ def weigh_and_cut(tolerance: ArrayLike, find: Callable[..., tuple]) -> RegroupFn
                 jnp.where(now >= 0, after, state.assignment), cohort.take(state.assignment)
             ),
             memory=memory,
-        )
+        ).put_rows({WEIGHTS: weights})
         return state, jnp.where(cohort.take(leaves), cohort.take(after), gid)
 
     return regroup

@@ -44,11 +44,12 @@ from fedjax_cfl.tree import group_sum, one_hot, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
 
-NAME = "FedSoft"  # of the rows
+NAME = "FedSoft"  # of the rows that clients keep
+SHARES = "shares"  # of those that the server has
 
 
 class Shares(struct.PyTreeNode):
-    """What the server knows of every client."""
+    """What the server knows of every client, the row `SHARES`."""
 
     shares: jax.Array  # [K, m] float32 u, the last estimate, with sigma in the place of 0
     known: jax.Array  # [K] bool, the client has estimated its shares
@@ -61,7 +62,7 @@ class Given(struct.PyTreeNode):
 
     shares: jax.Array  # [m] u
     pull: jax.Array  # [] lambda times the sum of u
-    anew: jax.Array  # [] bool, it begins with the mean of the models by its shares
+    is_late: jax.Array  # [] bool, it begins with the mean of the models by its shares
 
 
 def fedsoft(
@@ -94,7 +95,7 @@ def fedsoft(
     method = Method(
         Partial(train_own, as_pytree(sgd(task, local, pulled))),
         start=random_groups(task, m),
-        memory=partial(init_shares, m),
+        client_rows=partial(init_shares, m),
         migrate=estimate_shares(task, local, every, sigma),
         assign=keep_groups,
         prepare=give_shares(lam),
@@ -104,10 +105,11 @@ def fedsoft(
     return federated(task, local.replace(personal=own), system, method)
 
 
-def init_shares(m: int, groups: Params, data: FederatedData) -> Shares:
+def init_shares(m: int, groups: Params, data: FederatedData) -> dict[str, Shares]:
     """Returns the shares of clients that have not estimated them: equal ones."""
-    nobody = jnp.zeros(data.num_clients, bool)
-    return Shares(jnp.full((nobody.size, m), 1 / m, jnp.float32), nobody, nobody, nobody)
+    none = jnp.zeros(data.num_clients, bool)
+    equal = jnp.full((none.size, m), 1 / m, jnp.float32)
+    return {SHARES: Shares(equal, none, none, none)}
 
 
 def count_best(
@@ -139,21 +141,22 @@ def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> M
 
     def migrate(r: Round) -> tuple[State, Report]:
         state, data = r.state, r.data
-        memory, size = state.memory, data.train.size
-        asked = (size > 0) & ((state.round % every == 0) | ~memory.known)
+        old, size = state.rows[SHARES], data.train.size
+        asked = (size > 0) & ((state.round % every == 0) | ~old.known)
         ids = jnp.where(asked, jnp.arange(size.size, dtype=jnp.int32), size.size)
         cohort = make_cohort(ids, data, local.execution)
         best = count(cohort, data, state.groups)
         shares = best / jnp.maximum(best.sum(1, keepdims=True), 1.0)
-        table = cohort.put(memory.shares, jnp.where(shares > 0, shares, sigma))
+        table = cohort.put(old.shares, jnp.where(shares > 0, shares, sigma))
         largest = jnp.argmax(table, axis=1).astype(jnp.int32)
         group = jnp.where(asked, largest, state.assignment)
-        moved = asked & memory.known & (group != state.assignment)
-        late = memory.late | (asked & ~memory.known & (state.round > 0))
-        memory = Shares(table, memory.known | asked, late, asked)
+        moved = asked & old.known & (group != state.assignment)
+        late = old.late | (asked & ~old.known & (state.round > 0))
+        new = Shares(table, old.known | asked, late, asked)
         models = asked * best.shape[1]
         sent = make_bill(units_down=models, words_up=models, samples=models * size)
-        return state.replace(assignment=group, memory=memory), make_report(sent, moved.sum())
+        state = state.replace(assignment=group).put_rows({SHARES: new})
+        return state, make_report(sent, moved.sum())
 
     return migrate
 
@@ -165,10 +168,10 @@ def give_shares(lam: ArrayLike) -> PrepareFn:
 
     def prepare(r: Round) -> tuple[Work, Report]:
         state, cohort = r.state, r.cohort
-        memory, m = cohort.take(state.memory), state.active.size
-        anew = memory.late & ~cohort.take(state.rows[NAME].trained)
-        given = Given(memory.shares, lam * memory.shares.sum(1), anew)
-        lacks = (cohort.ids < r.data.num_clients) & ~memory.asked
+        kept, m = cohort.take(state.rows[SHARES]), state.active.size
+        is_late = kept.late & ~cohort.take(state.rows[NAME].trained)
+        given = Given(kept.shares, lam * kept.shares.sum(1), is_late)
+        lacks = (cohort.ids < r.data.num_clients) & ~kept.asked
         return r.work._replace(client_extra=given), make_report(make_bill(units_down=m * lacks))
 
     return prepare
@@ -186,7 +189,7 @@ def train_own(
     """
     (key, models), given = shared, work.client_extra
     mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), models)
-    begin = jax.tree.map(partial(jnp.where, given.anew), mean, work.rows[NAME])
+    begin = jax.tree.map(partial(jnp.where, given.is_late), mean, work.rows[NAME])
     pulled = work._replace(client_extra=(given.pull, mean))
 
     def relate(upload: Upload) -> Upload:

@@ -74,6 +74,10 @@ class Moments(struct.PyTreeNode):
     square: jax.Array  # [C + 1, L] sums of squared distances from the mean
 
 
+# the row of each client: its group [K] int32 by its test inputs, if it has no training samples
+PLACED = "placed"
+
+
 class Descriptions(struct.PyTreeNode):
     """What newcomers are described with, and compared with; zeros before the clustering. R = 2 (C +
     1) rows are the mean and the standard deviation of all samples, and of each class.
@@ -83,7 +87,6 @@ class Descriptions(struct.PyTreeNode):
     low: jax.Array  # [R, 1] float32, least number of a row among the clients that were clustered
     high: jax.Array  # [R, 1] float32, the greatest
     centers: jax.Array  # [m, R, L] float32, mean scaled description of each group
-    placed: jax.Array  # [K] int32, groups by the test inputs of those without training samples
 
 
 def flux(
@@ -121,6 +124,7 @@ def flux(
         sgd(task, local),
         start=one_active_group(task, m, joined=True),
         memory=partial(init_memory, task, latent),
+        client_rows=lambda groups, data: {PLACED: jnp.full(data.num_clients, -1, jnp.int32)},
         migrate=place_newcomers(describe, newcomers, warm_up),
         assign=keep_groups,
         prepare=charge_descriptions(warm_up),
@@ -135,7 +139,7 @@ def flux(
 
 def serve_placed(state: State) -> ServedModels:
     """Serves each client the model of its group, or of the group that it was placed in."""
-    group, placed = state.assignment, state.memory.placed
+    group, placed = state.assignment, state.rows[PLACED]
     return ServedModels(state.groups, jnp.where(group >= 0, group, placed))
 
 
@@ -147,8 +151,7 @@ def init_memory(
     m, rows = len(jax.tree.leaves(groups)[0]), 2 * (data.num_classes + 1)
     width = min(latent or data.num_classes, count_dense_inputs(task, data))
     none, centers = jnp.zeros((rows, 1)), jnp.zeros((m, rows, width))
-    placed = jnp.full(data.num_clients, -1, jnp.int32)
-    return Descriptions(take_rows(groups, slice(1)), none, none, centers, placed)
+    return Descriptions(take_rows(groups, slice(1)), none, none, centers)
 
 
 def scale(described: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
@@ -240,7 +243,7 @@ def cluster_descriptions(
             label = find(r.key, points.reshape(len(part), -1), part)
             centers, size = group_mean(part.astype(jnp.float32), label, points, m)
             active = (size > 0) | (jnp.arange(m) == jnp.argmax(size))
-            memory = Descriptions(extractor, low, high, centers, state.memory.placed)
+            memory = Descriptions(extractor, low, high, centers)
             group = jnp.where(part, label, nearest_center(memory, described, active))
             group = jnp.where(able, group, -1).astype(jnp.int32)
             groups, server = repeat_first((state.groups, state.server))
@@ -270,10 +273,10 @@ def place_newcomers(describe: DescribeFn, newcomers: str, warm_up: int) -> Migra
 
     def migrate(r: Round) -> tuple[State, Report]:
         state, data = r.state, r.data
-        memory, trains = state.memory, data.train.size > 0
+        memory, old, trains = state.memory, state.rows[PLACED], data.train.size > 0
         seen = trains
         if newcomers == "inputs":
-            seen |= (data.test.size > 0) & (memory.placed < 0)
+            seen |= (data.test.size > 0) & (old < 0)
         waiting = (state.round > warm_up) & (state.assignment < 0) & seen
 
         def place():
@@ -284,13 +287,12 @@ def place_newcomers(describe: DescribeFn, newcomers: str, warm_up: int) -> Migra
 
         group = lax.cond(jnp.any(waiting), place, lambda: jnp.zeros_like(state.assignment))
         assignment = jnp.where(waiting & trains, group, state.assignment)
-        placed = jnp.where(waiting & ~trains, group, memory.placed)
+        placed = jnp.where(waiting & ~trains, group, old)
         rows, width = memory.centers.shape[1:]
         words = width * (2 if newcomers == "inputs" else rows)
         samples = waiting * list_inputs(data).size
         sent = make_bill(waiting, words_up=waiting * words, samples=samples)
-        state = state.replace(assignment=assignment, memory=memory.replace(placed=placed))
-        return state, make_report(sent)
+        return state.replace(assignment=assignment).put_rows({PLACED: placed}), make_report(sent)
 
     return migrate
 

@@ -1,5 +1,5 @@
-"""The oracle of clustering: FedAvg within the true groups of the data, which no other method is
-told. It has no paper; tables call it oracle, or known clusters.
+"""The oracle of clustering: FedAvg within the true groups of the data, which no other method
+knows. It has no paper; tables call it oracle, or known clusters.
 
 It bounds what groups can give, and not what models of clients' own can (`personal=...` stands over
 it as well). A client's group is `data.concept` from the start and in every round, also after its

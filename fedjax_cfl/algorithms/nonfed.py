@@ -70,9 +70,7 @@ def nonfed(
         after, info = algorithm.round(key, state, data)
         return after.replace(traffic=state.traffic), info
 
-    return algorithm._replace(
-        round=silent_round, client_models=lambda state: (state.groups, state.server)
-    )
+    return algorithm._replace(round=silent_round)
 
 
 def send_nothing(system: System) -> System:

@@ -85,8 +85,8 @@ def class_directions(task: Task, local: Local, count: int) -> Measure:
         sizes = [*(size for size in SIZES if size < place.size), place.size]
 
         def of_class(label: jax.Array) -> jax.Array:
-            mine = (place < size) & (y == label)
-            held, ahead = jnp.sum(mine), jnp.argsort(~mine, stable=True)
+            of_label = (place < size) & (y == label)
+            held, ahead = jnp.sum(of_label), jnp.argsort(~of_label, stable=True)
 
             def of_first(most: int) -> jax.Array:
                 part = jnp.where((place[:most] < held)[:, None], rows[ahead[:most]], 0.0)

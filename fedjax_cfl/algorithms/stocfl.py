@@ -14,7 +14,7 @@ for m groups, of which the closest unite where more are needed.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,13 +61,14 @@ from fedjax_cfl.validation import (
 ABSENT = 4.0  # added to the distance of a group that is not compared: more than any other
 
 
-class Met(struct.PyTreeNode):
-    """What the server keeps."""
+DIRECTIONS, KNOWN = "directions", "known"  # rows: first updates [K, ...], 0 where not known [K]
+
+
+class Common(struct.PyTreeNode):
+    """What the server remembers."""
 
     anchor: Params  # [1, ...], the model that first updates are of
     common: Params  # [1, ...], the model of all clients
-    directions: Params  # [K, ...], first updates; 0 where `known` is not
-    known: jax.Array  # [K] bool
 
 
 def stocfl(
@@ -101,23 +102,29 @@ def stocfl(
     method = Method(
         solve,
         start=one_active_group(task, m),
-        memory=init_met,
+        memory=init_common,
+        client_rows=init_directions,
+        split_rows=(DIRECTIONS,),
         assign_and_found=unite_groups(train, local, tau, represent),
         prepare=send_common,
         aggregate=aggregate,
         finish=move_common(aggregate),
         start_clients=no_clients,
     )
-    return federated(task, local, system, method)._replace(
-        client_models=lambda state: state.memory.directions
-    )
+    return federated(task, local, system, method)
 
 
-def init_met(groups: Params, data: FederatedData) -> Met:
+def init_common(groups: Params, data: FederatedData) -> Common:
     """Returns the memory before round 0: common model and anchor are the groups' one model."""
-    clients, first = data.num_clients, take_rows(groups, slice(1))
-    zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), first)
-    return Met(first, first, zeros, jnp.zeros(clients, bool))
+    first = take_rows(groups, slice(1))
+    return Common(first, first)
+
+
+def init_directions(groups: Params, data: FederatedData) -> dict[str, Any]:
+    """Returns the rows of clients of which none has sent a first update."""
+    clients = data.num_clients
+    zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), groups)
+    return {DIRECTIONS: zeros, KNOWN: jnp.zeros(clients, bool)}
 
 
 def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> AssignAndFoundFn:
@@ -130,13 +137,13 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
 
     def meet(r: Round) -> tuple[State, jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
-        memory, m = state.memory, state.active.size
+        known, m = state.rows[KNOWN], state.active.size
         real = cohort.ids < data.num_clients
-        new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(memory.known)
+        new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(known)
         newcomers = cohort.replace(ids=jnp.where(new, cohort.ids, data.num_clients))
-        upload, report = train(r.key, memory.anchor, newcomers, data)
-        old = jnp.where(memory.known, state.assignment, -1)
-        directions, count, compared = average_directions(memory, old, m, cohort, represent)
+        upload, report = train(r.key, state.memory.anchor, newcomers, data)
+        old = jnp.where(known, state.assignment, -1)
+        directions, count, compared = average_directions(state, old, m, cohort, represent)
         order = jnp.argsort(cohort.ids)  # so that no number depends on slots
         nodes = jax.tree.map(lambda a, b: jnp.concatenate([a, b[order]]), directions, upload.delta)
         compared = jnp.concatenate([compared, new[order]])
@@ -149,16 +156,14 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         moved = jnp.where(old >= 0, slot[jnp.maximum(old, 0)], -1)
         gid = jnp.where(new, fresh, jnp.maximum(cohort.take(moved), 0) * real)
         active = jnp.zeros(m, bool).at[slot].set(True, mode="drop").at[0].max(~(slot < m).any())
-        memory = memory.replace(
-            directions=put_models(memory.directions, newcomers.ids, upload.delta, mesh),
-            known=newcomers.put(memory.known, True),
-        )
+        common = copy_model(take_rows(state.memory.common, 0), m)
+        rows = {
+            DIRECTIONS: put_models(state.rows[DIRECTIONS], newcomers.ids, upload.delta, mesh),
+            KNOWN: newcomers.put(known, True),
+        }
         state = state.replace(
-            groups=where_rows(founded, copy_model(take_rows(memory.common, 0), m), state.groups),
-            active=active,
-            assignment=moved,
-            memory=memory,
-        )
+            groups=where_rows(founded, common, state.groups), active=active, assignment=moved
+        ).put_rows(rows)
         sent = make_bill(units_down=new, units_up=new)
         return state, gid.astype(jnp.int32), report.replace(early=sent)
 
@@ -166,7 +171,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
 
 
 def average_directions(
-    memory: Met, group: jax.Array, m: int, cohort: Cohort, represent: str
+    state: State, group: jax.Array, m: int, cohort: Cohort, represent: str
 ) -> tuple[Params, jax.Array, jax.Array]:
     """Returns the mean first update [m, ...] of each group, how many clients [m] it has, and which
     groups [m] bool are compared.
@@ -174,12 +179,12 @@ def average_directions(
     Args: `group` [K] int32 is the group of each client, -1: none; the others are those of
     `stocfl`, and the cohort.
     """
-    met = memory.known.astype(jnp.float32)
-    directions, count = group_mean(met, group, memory.directions, m)
+    met, first = state.rows[KNOWN].astype(jnp.float32), state.rows[DIRECTIONS]
+    directions, count = group_mean(met, group, first, m)
     if represent == "members":
         return directions, count, count > 0
     here = cohort.put(jnp.zeros_like(met), met[jnp.minimum(cohort.ids, met.size - 1)])
-    own, present = group_mean(here, group, memory.directions, m)
+    own, present = group_mean(here, group, first, m)
     return where_rows(present > 0, own, directions), count, present > 0
 
 

@@ -249,12 +249,12 @@ def over_clients_of_runs(client_fn: Callable[..., Any], execution: Execution) ->
         num_clients = data.train.size.shape[1]
 
         def solve(slot):
-            client, data_at, rest_at, mine = jax.tree.map(
+            client, data_at, rest_at, inputs = jax.tree.map(
                 lambda a: a[slot], (clients, data_index, rest_index, own)
             )
             fixed, shared = jax.tree.map(lambda stack, run: stack[run], rest, rest_at)
             return structure.unflatten(fixed)(
-                client, jax.tree.map(RunView, data, data_at), shared, mine
+                client, jax.tree.map(RunView, data, data_at), shared, inputs
             )
 
         return run_clients(solve, clients < num_clients, execution)

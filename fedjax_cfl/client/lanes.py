@@ -44,8 +44,8 @@ def run_lanes(solve: Callable[[jax.Array], Any], real: jax.Array, lanes: int) ->
             program = as_program(solve(slot))
             return program.cases[number]() if isinstance(program, Cases) else program
 
-        mine = real if kinds[0] == 1 else real & (case == number)
-        out = run_queue(open_loop(take), mine, min(lanes, slots), out)
+        in_queue = real if kinds[0] == 1 else real & (case == number)
+        out = run_queue(open_loop(take), in_queue, min(lanes, slots), out)
     return unpack(out[0], out[1], result)
 
 
@@ -133,7 +133,8 @@ def open_loop(take: Callable[[jax.Array], Loop]) -> OpenLoop:
     def evaluate(slot):
         found = core.eval_jaxpr(whole.jaxpr, whole.consts, slot)
         return [
-            own if mine else same for own, same, mine in zip(found, shared, depends, strict=True)
+            own if depends_on_slot else same
+            for own, same, depends_on_slot in zip(found, shared, depends, strict=True)
         ]
 
     def begin(slot):
@@ -189,20 +190,20 @@ class Lanes(NamedTuple):
         return self.row[:, 2] - (self.now - self.since)
 
 
-def run_queue(loop: OpenLoop, mine: jax.Array, lanes: int, out: tuple) -> tuple:
-    """Runs the clients of the slots `mine` [S] in lanes, and writes their results into `out`,
+def run_queue(loop: OpenLoop, in_queue: jax.Array, lanes: int, out: tuple) -> tuple:
+    """Runs the clients of the slots `in_queue` [S] in lanes, and writes their results into `out`,
     packed.
 
     Lanes that are done, R of them at most, write their results and begin the next clients of the
     queue; then all lanes take as many steps as the first of them still has. A lane without a
     client goes on with what it had, and its result is not read.
     """
-    slots = mine.size
+    slots = in_queue.size
     # clients without steps all end at once
     refill = max(min(lanes, LEAST_REFILL), lanes // 8) if loop.has_steps else lanes
     steps = jax.vmap(loop.steps)(jnp.arange(slots, dtype=jnp.int32))
-    queue = jnp.argsort(jnp.where(mine, -steps, 1), stable=True).astype(jnp.int32)
-    waiting = jnp.sum(mine).astype(jnp.int32)
+    queue = jnp.argsort(jnp.where(in_queue, -steps, 1), stable=True).astype(jnp.int32)
+    waiting = jnp.sum(in_queue).astype(jnp.int32)
     own, carry = jax.eval_shape(loop.begin, jnp.int32(0))
     (row, rest), carry = make_zeros(lanes, (jax.eval_shape(pack, own), carry))
     row = jnp.pad(row, ((0, 0), (2, 0))).at[:, 0].set(slots)
@@ -216,8 +217,8 @@ def run_queue(loop: OpenLoop, mine: jax.Array, lanes: int, out: tuple) -> tuple:
         until = at.now + jnp.where(at.left > 0, first, 0)
 
         def step(now, carry):
-            mine = unpack(at.row[:, 2:], at.own, own)
-            return jax.vmap(loop.step)(mine, now - at.since, carry)
+            in_queue = unpack(at.row[:, 2:], at.own, own)
+            return jax.vmap(loop.step)(in_queue, now - at.since, carry)
 
         carry = lax.fori_loop(at.now, until, step, at.carry)
         return at._replace(now=until, carry=carry)

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import client_range
@@ -19,10 +18,9 @@ from fedjax_cfl.clustering.measure import MakeMeasure, Measure, Question, losses
 from fedjax_cfl.clustering.migrate import (
     ChargeFn,
     DetectFn,
-    ShiftReference,
     charge_detected,
-    init_reference,
     on_shift,
+    with_shift_reference,
 )
 from fedjax_cfl.clustering.one_shot import FoundFn, find_groups_once
 from fedjax_cfl.errors import InputError, suggest_nearest
@@ -34,18 +32,12 @@ from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
 ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
-PARTS = ("solve", "prepare", "aggregate", "server", "finish", "memory")  # of `Method`
-
-
-class ShiftMemory(struct.PyTreeNode):
-    """What the server remembers where clients choose again when their data shift."""
-
-    shift_reference: ShiftReference
+PARTS = ("solve", "prepare", "aggregate", "server", "finish", "memory", "client_rows")  # `Method`s
 
 
 def clustered(
@@ -129,8 +121,8 @@ def clustered(
         assign = ask_newcomers(ask()) if once else ask()
         begin, move = use_groups(start or random_groups(task, groups.size), groups.active), None
         if detector is not None:
+            begin = with_shift_reference(begin)
             move = on_shift(ask(sends=False), local, detector, asked.models(m), charge)
-            parts = {**parts, "memory": init_shift_memory}
     method = Method(
         parts.pop("solve", None) or sgd(task, local),
         start=begin,
@@ -159,11 +151,11 @@ def check_choice(settings: dict[str, Any], measure: Measure, parts: dict[str, An
     names = sorted(given & {"choose", "cluster", "found"})
     if len(names) > 1:
         raise InputError(f"clustered: takes one of choose, cluster and found, not {names}")
-    others = sorted(given & {"cluster", "found", "memory"})
+    others = sorted(given & {"cluster", "found"})
     if "detector" in given and others:
         raise InputError(
-            "clustered: detector makes clients choose again for themselves, and needs the memory;"
-            f" leave out {' and '.join(others)}"
+            "clustered: detector makes clients choose again for themselves; leave out"
+            f" {' and '.join(others)}"
         )
     unused = sorted(given & {"max_m", "memory", "once", "start"})
     if "found" in given and unused:
@@ -193,11 +185,6 @@ def least_loss(loss: jax.Array, old: jax.Array) -> jax.Array:
     finite is chosen only if all are so.
     """
     return jnp.argmin(loss, axis=1)
-
-
-def init_shift_memory(groups: Params, data: FederatedData) -> ShiftMemory:
-    """Returns the label counts of clients before round 0."""
-    return ShiftMemory(init_reference(data))
 
 
 def ask_cohort(
@@ -245,9 +232,9 @@ def check_groups(name: str, found: Any, cohort: Cohort) -> None:
     shape, kind = getattr(found, "shape", None), getattr(found, "dtype", None)
     if shape == cohort.ids.shape and kind is not None and jnp.issubdtype(kind, jnp.integer):
         return
-    said = type(found).__name__ if shape is None else f"{kind}{list(shape)}"
+    shown = type(found).__name__ if shape is None else f"{kind}{list(shape)}"
     raise InputError(
-        f"{name}: returned {said}; return one whole number from 0 to m - 1 for each row of values,"
+        f"{name}: returned {shown}; return one whole number from 0 to m - 1 for each row of values,"
         f" int32[{cohort.ids.size}]"
     )
 

@@ -95,8 +95,8 @@ def metric_kmeans(
         moved = move_centers(points, valid, distance, centers, used)
         return step + 1, moved, new, kept, jnp.any(new != labels)
 
-    nobody = jnp.full(len(points), -1, jnp.int32)
-    start = 0, centers, nobody, (nobody, jnp.float32(jnp.inf)), jnp.array(True)
+    unassigned = jnp.full(len(points), -1, jnp.int32)
+    start = 0, centers, unassigned, (unassigned, jnp.float32(jnp.inf)), jnp.array(True)
     return lax.while_loop(unfinished, iterate, start)[3]
 
 

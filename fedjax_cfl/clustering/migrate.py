@@ -3,7 +3,7 @@ round's selection (a `MigrateFn`, see `method`).
 
 Detectors are functions (counts, reference, initial_size) -> detected [K] bool. counts and
 reference [K, C] are each client's training samples per label, now and when it was last assigned
-(`state.memory.shift_reference`); initial_size [K] its training samples at the start. FlexCFL
+(the row `SHIFT_REFERENCE`); initial_size [K] its training samples at the start. FlexCFL
 (https://arxiv.org/abs/2108.09749), section 3.4: detected where the Wasserstein distance
 of now and then exceeds tau = 0.2 n / C (eq. 9).
 
@@ -107,8 +107,11 @@ def _of_clients_with_data(distance, counts, reference):
     return jnp.where(counts.sum(axis=1) > 0, distance, 0.0)
 
 
+SHIFT_REFERENCE = "shift_reference"
+
+
 class ShiftReference(struct.PyTreeNode):
-    """What `DetectFn` compares the present label counts with."""
+    """What `DetectFn` compares the present label counts with, the row `SHIFT_REFERENCE`."""
 
     # [K, C] int32, training samples per label when the client was last assigned
     reference: jax.Array
@@ -123,11 +126,11 @@ def init_reference(data: FederatedData) -> ShiftReference:
 
 
 def with_shift_reference(start: StartFn) -> StartFn:
-    """Sets the field `shift_reference` of a start's memory, which `on_shift` needs."""
+    """Adds the row `SHIFT_REFERENCE` of clients to a start, which `on_shift` needs."""
 
     def start_with_reference(key: Key, data: FederatedData) -> Start:
         initial = start(key, data)
-        return initial._replace(memory=initial.memory.replace(shift_reference=init_reference(data)))
+        return initial._replace(rows={**initial.rows, SHIFT_REFERENCE: init_reference(data)})
 
     return start_with_reference
 
@@ -204,16 +207,16 @@ def on_shift(
             return state, make_report()
         remedy = "use drift=none, or a method that does not migrate, as ifca"
         check_classes(data.num_classes, "a drift under a method that detects shifts", remedy)
-        before = state.memory.shift_reference
+        before = state.rows[SHIFT_REFERENCE]
         counts = train_label_counts(data)
         met = state.assignment >= 0
         detected = met & detect(counts, before.reference, before.initial_size)
         assignment, report = reassign(choose, local, r, detected)
         migrated = jnp.sum(detected & (assignment != state.assignment))
         reference = jnp.where(detected[:, None], counts, before.reference)
-        memory = state.memory.replace(shift_reference=before.replace(reference=reference))
+        after = {SHIFT_REFERENCE: before.replace(reference=reference)}
         sent = make_bill(units_down=units_each * charge(detected, met, data))
-        state = state.replace(assignment=assignment, memory=memory)
+        state = state.replace(assignment=assignment).put_rows(after)
         return state, report.replace(bill=add_bills(report.bill, sent), migrated=migrated)
 
     return migrate

@@ -32,12 +32,16 @@ DescribeFn = Callable[[Key, Params, FederatedData, jax.Array], jax.Array]
 CostFn = Callable[[jax.Array, FederatedData, jax.Array], Bill]
 
 
+FEATURES = "features"
+
+
 class ClientFeatures(struct.PyTreeNode):
-    """What the server keeps of every client, and of the start."""
+    """What the server keeps of every client, the row `FEATURES`. Its memory is the model [1, ...]
+    that all groups start from.
+    """
 
     points: jax.Array  # [K, ...] float32, 0 where `known` is not
     known: jax.Array  # [K] bool
-    first: Params  # [1, ...], the model that all groups start from
 
 
 def find_groups_once(
@@ -79,7 +83,8 @@ def find_groups_once(
         return begun._replace(
             assignment=label,
             active=used | (~used.any() & (jnp.arange(m) == 0)),
-            memory=ClientFeatures(points, who, first),
+            memory=first,
+            rows={FEATURES: ClientFeatures(points, who)},
             report=make_report(cost(points, data, who)),
         )
 
@@ -104,14 +109,14 @@ def join_or_found(
 
     def migrate(r: Round) -> tuple[State, Report]:
         state, data = r.state, r.data
-        memory = state.memory
-        known = memory.known & (state.assignment >= 0)
+        kept = state.rows[FEATURES]
+        known = kept.known & (state.assignment >= 0)
         waits = (data.train.size > 0) & ~known
 
         def assign_newcomers(first):
             waiting = waits & first  # so that no compiler takes this out of the loop below
-            features = describe(r.key, memory.first, data, waiting)
-            points = jax.vmap(jnp.where)(waiting, features, memory.points)
+            features = describe(r.key, state.memory, data, waiting)
+            points = jax.vmap(jnp.where)(waiting, features, kept.points)
             apart = on_every_device(compare, mesh)(points)
 
             def place(i, carry):
@@ -131,13 +136,13 @@ def join_or_found(
             return assignment, active, points, cost(points, data, waiting)
 
         nothing = make_bill(jnp.zeros(data.num_clients))
-        stay = state.assignment, state.active, memory.points, nothing
+        stay = state.assignment, state.active, kept.points, nothing
         # a loop of one pass or none: mapped over the runs of a grid, a branch would be taken always
         passes = jnp.any(waits).astype(jnp.int32)
         found = lax.fori_loop(0, passes, lambda i, _: assign_newcomers(i == 0), stay)
         assignment, active, points, paid = found
-        memory = memory.replace(points=points, known=memory.known | waits)
-        state = state.replace(assignment=assignment, active=active, memory=memory)
-        return state, make_report(paid)
+        state = state.replace(assignment=assignment, active=active)
+        new = kept.replace(points=points, known=kept.known | waits)
+        return state.put_rows({FEATURES: new}), make_report(paid)
 
     return migrate

@@ -18,7 +18,7 @@ def ditto(*, lam: NonNegativeFloat = 1.0, epochs: Epochs | None = None) -> Metho
     """Ditto (Algorithm 1). Raises InputError for a value that is not allowed.
 
     `lam` >= 0 is lambda of F_k(v) + lambda / 2 ||v - w||^2, with the received model w: 0 trains
-    alone, a large one gives everybody the model of its group. `epochs` passes train v, None: it
+    alone, a large one gives every client the model of its group. `epochs` passes train v, None: it
     takes as many steps as the model of the group.
     """
     check_arguments(ditto, locals(), "personal")

@@ -161,9 +161,11 @@ def train_beside(
         assert isinstance(second, Loop)  # it is never one of several, see `own_local`
 
         def join(found: tuple[Upload, Upload]) -> Upload:
-            upload, mine = found
-            row = jax.tree.map(jnp.add, work.rows[name], mine.delta)
-            return upload.replace(steps=upload.steps + mine.steps, rows={**upload.rows, name: row})
+            upload, trained = found
+            row = jax.tree.map(jnp.add, work.rows[name], trained.delta)
+            return upload.replace(
+                steps=upload.steps + trained.steps, rows={**upload.rows, name: row}
+            )
 
         return map_result(zip_loops(solve(client, data, shared, work), second), join)
 

@@ -148,9 +148,11 @@ def train_layers(layers: Sequence[str], holds: Callable[[Step], jax.Array]) -> C
     """
 
     def step(c: Step, model: Params, own: Any) -> tuple[Params, Any]:
-        theirs = holds(c)
+        trains_own = holds(c)
         moved = {
-            name: jax.tree.map(partial(jnp.where, theirs == (name in layers)), c.sgd[name], part)
+            name: jax.tree.map(
+                partial(jnp.where, trains_own == (name in layers)), c.sgd[name], part
+            )
             for name, part in model.items()
         }
         return moved, own

@@ -112,7 +112,7 @@ def init_rows(local: Local, state: State) -> State:
     groups, sent_part = state.groups, find_sent_part(local)
     if sent_part is not None:
         groups = put_part(repeat_first(groups), sent_part(groups))
-    state, rows = state.replace(groups=groups), {}
+    state, rows = state.replace(groups=groups), dict(state.rows)
     for layer in local.layers:
         if layer.rows is None:
             continue
@@ -195,8 +195,8 @@ def load_rows(
         if layer.correction is None:
             continue
         means, _ = average_rows(state, layer.name)
-        mine = rows[layer.name], take_rows(means, work.group)
-        rows[layer.name] = jax.vmap(layer.correction.to_client)(*mine)
+        given = rows[layer.name], take_rows(means, work.group)
+        rows[layer.name] = jax.vmap(layer.correction.to_client)(*given)
         if layer.correction.is_uploaded:
             real = cohort.ids < state.assignment.size
             reports.append(make_report(make_bill(units_down=real, units_up=real)))
@@ -294,11 +294,14 @@ def uncorrect_updates(local: Local, work: Work, upload: Upload) -> Upload:
 
 
 def take_cohort_rows(state: State, cohort: Cohort, mesh: Mesh | None) -> dict[str, Any]:
-    """Returns by layer what each client of the cohort keeps, [S, ...]."""
+    """Returns by layer what each client of the cohort keeps, [S, ...]. What the method keeps of
+    clients is left out.
+    """
     clients = jnp.minimum(cohort.ids, state.assignment.size - 1)
     return {
         name: take_models(rows.values, find_places(rows, clients), mesh)
         for name, rows in state.rows.items()
+        if isinstance(rows, Rows)
     }
 
 

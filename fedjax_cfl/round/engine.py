@@ -153,6 +153,8 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         round,
         serve_assigned if clustered else serve_global,
         clustered=clustered and not method.own_models,
+        own_models=method.own_models,
+        split_rows=method.split_rows,
         data_clients=None if adapts else find_data_clients(starters, system.select.draw),
         nonfinite=system.faults.nonfinite,
         personal_models=make_personal_models(task, local),
@@ -174,6 +176,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
     report, remember = initial.report or make_report(), parts.method.memory
+    keep = parts.method.client_rows
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
         round=jnp.zeros((), jnp.int32),
@@ -187,6 +190,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         clock_ms=parts.system.start_time(num_groups),
         received=(),
         start_faults=report.fault_counts,
+        rows={**initial.rows, **(keep(initial.groups, data) if keep else {})},
     )
     # a start that reads no samples, or those of some clients alone, need not see all of them
     if not parts.method.own_models and parts.method.start_clients is None:
@@ -201,7 +205,7 @@ def unassign_empty_clients(before: State | None, state: State, data: FederatedDa
     by: they have no training samples, and had no group when they last had some.
 
     Whatever a method computes for such a client depends on how groups are numbered, not on the
-    client. As long as there is one group, it is everybody's, also of those that take no part.
+    client. As long as there is one group, all clients are in it, also those that take no part.
 
     Args: `before` is the state before the groups of `state` were chosen, None: the run begins.
     """
@@ -227,15 +231,16 @@ def store_groups(
 
 
 def check_payers(step: str, payers: str, number: int, *bills: Bill) -> None:
-    """Asserts that the bills which a step of the round gives are of the `payers` that it must give
-    them of, so many as `number` says, or of nobody.
+    """Raises InputError where the bills that a step of the round gives are not of the `payers` that
+    it must give them of, so many as `number` says, or of nobody.
     """
     for bill in bills:
         shapes = {leaf.shape for leaf in jax.tree.leaves(bill)}
-        assert shapes in ({(number,)}, {(0,)}), (
-            f"{step} must give bills of {payers}, here {number}, or of nobody (no_bill()), not of"
-            f" shape {', '.join(map(str, sorted(shapes)))}"
-        )
+        if shapes not in ({(number,)}, {(0,)}):
+            raise InputError(
+                f"{step} must give bills of {payers}, here {number}, or of nobody (no_bill()), not"
+                f" of shape {', '.join(map(str, sorted(shapes)))}"
+            )
 
 
 def migrate(now: Now, state: State) -> tuple[State, RoundLog]:

@@ -60,7 +60,7 @@ def read_descriptions(folder: Path, run: LoadedRun) -> tuple[Descriptions, jax.A
         parts = {name.removeprefix(MEMORY): jnp.asarray(value) for name, value in stored.items()}
         extractor = {name: parts[name] for name in parts if name.startswith("extractor")}
         memory = Descriptions(
-            nest_arrays(extractor), *(parts[name] for name in ("low", "high", "centers", "placed"))
+            nest_arrays(extractor), *(parts[name] for name in ("low", "high", "centers"))
         )
         expected = jax.eval_shape(run.task.init, jax.random.key(0))
         shapes = jax.tree.map(lambda leaf: (1, *leaf.shape), expected)

@@ -52,7 +52,10 @@ class Trial(NamedTuple):
 
 
 def check_algorithm(
-    method: Callable[[Task, Local, Selection], Algorithm], task: Task, data: FederatedData
+    method: Callable[[Task, Local, Selection], Algorithm],
+    task: Task,
+    data: FederatedData,
+    local: Local | None = None,
 ) -> None:
     """Tries a method on a few clients of `data`, one of them without training samples, and raises
     one InputError with a line for every rule of a round that it breaks, and what to do.
@@ -65,11 +68,12 @@ def check_algorithm(
     in, or refused.
 
     `method(task, local, system)` makes the algorithm, as every function of `cfl.algorithms`; its
-    settings are bound to it (`functools.partial`). What the method refuses itself is raised as it
-    is.
+    settings are bound to it (`functools.partial`). `local` says how clients train, None: one epoch
+    of batches of 10. What the method refuses itself is raised as it is.
     """
     few = take_few(data)
-    local = Local(0.05, epochs=1, batch_size=10, execution=make_execution(make_mesh(1), 1))
+    local = local or Local(0.05, epochs=1, batch_size=10)
+    local = local.replace(execution=make_execution(make_mesh(1), 1))
 
     def make(select: Selection) -> Algorithm:
         return method(task, local, select)
@@ -108,8 +112,8 @@ def in_any_order(select: Selection) -> Selection:
         return memory.inner if isinstance(memory, Order) else memory
 
     def begin(data: FederatedData) -> Order:
-        nobody = jnp.zeros(data.num_clients, bool)
-        return Order(select.init(data), jnp.zeros((), bool), nobody)
+        none = jnp.zeros(data.num_clients, bool)
+        return Order(select.init(data), jnp.zeros((), bool), none)
 
     def choose(key: jax.Array, memory: Order, state: State, data: FederatedData) -> jax.Array:
         state = state.replace(selection=inside(state.selection))
@@ -425,20 +429,23 @@ def check_newcomers(make: Callable[[Selection], Algorithm], data: FederatedData)
     except InputError:
         return
     algorithm, fewer = make(uniform(1)), take_clients(data, np.arange(known))
-    both = (jax.eval_shape(algorithm.init, key, one) for one in (fewer, data))
-    shapes = (state.replace(selection=()) for state in both)
-    small, large = (name_leaves(each) for each in shapes)
+    both = [jax.eval_shape(algorithm.init, key, one) for one in (fewer, data)]
+    small, large = (name_leaves(state.replace(selection=(), rows={})) for state in both)
+    per_client = ("state.assignment", "state.received")
     bad = [
         f"{name}: {list(leaf.shape)} of {known} clients, {list(large[name].shape)} of {known + 1}"
         for name, leaf in small.items()
-        if any(
-            n not in (many, many - 1) for n, many in zip(leaf.shape, large[name].shape, strict=True)
-        )
+        if leaf.shape != large[name].shape and not name.startswith(per_client)
+    ]
+    bad += [
+        f"{name}: {list(leaf.shape)} of {known + 1} clients"
+        for name, leaf in name_leaves(both[1]).items()
+        if name.startswith("state.rows") and leaf.shape[:1] != (known + 1,)
     ]
     if bad:
         yield (
-            f"newcomers: {join_few(bad)}; give what belongs to a client a row of its own, an axis"
-            " of length K"
+            f"newcomers: {join_few(bad)}; keep what there is of each client in Method.client_rows,"
+            " whose first axis is of length K"
         )
 
 

@@ -60,7 +60,8 @@ def list_host_rows(state: State) -> list[str]:
     return [
         name
         for name, rows in state.rows.items()
-        if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(rows.values))
+        if isinstance(rows, Rows)
+        and any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(rows.values))
     ]
 
 
@@ -79,7 +80,8 @@ def make_rows(state: State) -> State:
         {
             name: rows.replace(values=jax.tree.map(spread, rows.values))
             for name, rows in state.rows.items()
-            if isinstance(rows.group, tuple)  # else a correction, whose rows are on the devices
+            # the rows of a correction, and those of the method, are on the devices
+            if isinstance(rows, Rows) and isinstance(rows.group, tuple)
         },
     )
 
@@ -93,9 +95,9 @@ def rows_to_device(state: State, ids: np.ndarray, shapes: State) -> State:
     place[ids] = np.arange(ids.size, dtype=np.int32)
 
     def lend(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-        lent = np.zeros(like.shape, like.dtype)
-        np.take(rows, ids, axis=0, out=lent[: ids.size], mode="clip")
-        return jax.device_put(lent, like.sharding)
+        on_device = np.zeros(like.shape, like.dtype)
+        np.take(rows, ids, axis=0, out=on_device[: ids.size], mode="clip")
+        return jax.device_put(on_device, like.sharding)
 
     def lend_layer(rows: Rows, like: Rows) -> Rows:
         values = jax.tree.map(lend, rows.values, like.values)
@@ -112,12 +114,14 @@ def rows_to_host(before: State, after: State, ids: np.ndarray) -> State:
     rows of the clients `ids` [n], which `after` has, are written.
     """
 
-    def write(rows: np.ndarray, lent: jax.Array) -> np.ndarray:
-        rows[ids] = np.asarray(lent)[: ids.size]
+    def write(rows: np.ndarray, on_device: jax.Array) -> np.ndarray:
+        rows[ids] = np.asarray(on_device)[: ids.size]
         return rows
 
-    def write_layer(rows: Rows, lent: Rows) -> Rows:
-        return lent.replace(values=jax.tree.map(write, rows.values, lent.values), place=())
+    def write_layer(rows: Rows, on_device: Rows) -> Rows:
+        return on_device.replace(
+            values=jax.tree.map(write, rows.values, on_device.values), place=()
+        )
 
     names = list_host_rows(before)
     return change_rows(
@@ -145,8 +149,8 @@ def collect_models(algorithm: Algorithm, state: State, data: FederatedData) -> A
             for name, rows in state.rows.items()
             if name in kept
         }
-        lent = change_rows(state, some_rows)
-        some = algorithm.personal_models(lent, data, jnp.asarray(ids))
+        on_device = change_rows(state, some_rows)
+        some = algorithm.personal_models(on_device, data, jnp.asarray(ids))
         for whole, part in zip(models, jax.tree.leaves(some), strict=True):
             whole[ids] = np.asarray(part)
     return jax.tree.unflatten(jax.tree.structure(state.groups), models)

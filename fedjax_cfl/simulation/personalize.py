@@ -3,7 +3,6 @@ group's model, how alike they train, and clients that took no part in the run.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -22,7 +21,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
 from fedjax_cfl.system.select import drawn_ahead
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.tree import take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Selection, ServedModels, State, Task
 
 # clients that train on
@@ -192,7 +191,9 @@ def assign_newcomers(
     The rule is what a round of the method does with clients that it selects for the first time,
     so they are selected in one round that starts from `trained`. What it stores of each of them is
     kept, groups and personal models, and nothing else. Where that round moves clients of the run,
-    too, its groups are not those that were trained, and the new ones stay without.
+    too, its groups are not those that were trained, and the new ones stay without. What layers keep
+    for a new client starts from the trained model of its group: the round that names the group is
+    followed by the same round with these rows.
 
     Args: `make` returns the method, see also `check_rule`; the devices of `mesh` share the
     tests; `trained` is the state that the run left; `data` are those of the clients of the run
@@ -202,21 +203,22 @@ def assign_newcomers(
     algorithm = make(select_these(jnp.full(at_once, total, jnp.int32)))
     if (served := algorithm.serve(trained)).weights is not None:
         return mix_newcomers(task, mesh, served, data, at_once)
+    new = jnp.arange(total) >= known
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
-    shapes = jax.eval_shape(lambda: trained.replace(selection=()))
+    start = start_rows(algorithm, start, start.assignment, new)
 
     @jax.jit
-    def assign(key, state, data, ids, met):
-        after = make(select_these(ids)).round(key, state, data)[0]
-        kept = jnp.all(after.assignment[:known] == state.assignment[:known])
-        rows = jnp.zeros(total, bool).at[ids].set(kept, mode="drop")
-        parts = shapes, met, after.replace(selection=())
-        return jax.tree.map(partial(take_client_rows, rows), *parts)
+    def select(key, state, data, ids):
+        return make(select_these(ids)).round(key, state, data)[0]
 
-    met = start.replace(selection=())
+    met = start
     for ids in split_clients(np.arange(known, total), at_once, total):
-        met = assign(key, start, data, jnp.asarray(ids), met)
-    met, new = met.replace(selection=start.selection), jnp.arange(total) >= known
+        begin, after = start, select(key, start, data, ids)
+        if algorithm.first_rows is not None:
+            begin = start_rows(algorithm, start, after.assignment, new)
+            after = select(key, begin, data, ids)
+        if np.array_equal(after.assignment[:known], begin.assignment[:known]):
+            met = take_clients(jnp.zeros(total, bool).at[ids].set(True, mode="drop"), after, met)
     used = used_models(algorithm, met, data)
     served = ServedModels(used.models, jnp.where(new, used.model_index, -1))
     groups = np.asarray(algorithm.serve(met).model_index)[known:]
@@ -232,8 +234,8 @@ def score_newcomers(
     table = jax.jit(lambda served, data: evaluate_clients(task, mesh, served, data)[0])(
         served, data
     )
-    mine = jax.tree.map(lambda leaf: np.asarray(leaf)[-groups.size :], table)
-    return NewClients(groups, mine, served)
+    metrics = jax.tree.map(lambda leaf: np.asarray(leaf)[-groups.size :], table)
+    return NewClients(groups, metrics, served)
 
 
 def mix_newcomers(
@@ -267,19 +269,25 @@ def mix_newcomers(
     return score_newcomers(task, mesh, served, data, np.asarray(index)[known:])
 
 
-def take_client_rows(
-    rows: jax.Array, trained: jax.ShapeDtypeStruct, present: jax.Array, after: jax.Array
-) -> jax.Array:
-    """Returns an array of the state, `present`, with what belongs to some clients as in `after`.
-
-    Args: `rows` [K] bool are these clients; an axis belongs to clients if `trained`, of fewer
-    clients, is shorter there.
+def start_rows(algorithm: Algorithm, state: State, group: jax.Array, new: jax.Array) -> State:
+    """Returns the state in which what layers keep for the clients `new` [K] bool is what a client
+    of their `group` [K] int32 keeps at first, by the models that the state has.
     """
-    taken = jnp.zeros((), bool)
-    for axis, (few, all_) in enumerate(zip(trained.shape, present.shape, strict=True)):
-        if few != all_:
-            taken |= rows.reshape(-1, *[1] * (present.ndim - axis - 1))
-    return jnp.where(taken, after, present)
+    if algorithm.first_rows is None:
+        return state
+    changed = {}
+    for name, first in algorithm.first_rows(state).items():
+        rows = state.rows[name]
+        values = where_rows(new, take_rows(first, jnp.maximum(group, 0)), rows.values)
+        changed[name] = rows.replace(values=values)
+    return state.put_rows(changed)
+
+
+def take_clients(who: jax.Array, after: State, state: State) -> State:
+    """Returns the state with what it has of the clients `who` [K] bool as in `after`."""
+    parts = [(each.assignment, each.rows, each.received) for each in (after, state)]
+    assignment, rows, received = where_rows(who, *parts)
+    return state.replace(assignment=assignment, rows=rows, received=received)
 
 
 def check_rule(
@@ -293,8 +301,8 @@ def check_rule(
     `Method.takes_newcomers`, and what else the method raises where `at_once` new clients are
     selected. `setting` is what asks for it.
     """
-    data, nobody = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
-    algorithm = make(select_these(nobody))
+    data, no_clients = data.replace(has_drift=False), jnp.full(at_once, data.num_clients, jnp.int32)
+    algorithm = make(select_these(no_clients))
     state = jax.eval_shape(algorithm.init, key, data)
     if jax.eval_shape(algorithm.serve, state).weights is not None:
         return  # an E-step
@@ -306,18 +314,27 @@ def check_rule(
 
 
 def extend_state(trained: State, fresh: State, known: int) -> State:
-    """Returns a state of more clients, `fresh`, whose first `known` are as in `trained`; the
-    others have no group yet.
-    """
+    """Returns the state `trained` with more clients, as in `fresh`: its first `known` are those of
+    the run, the others have no group yet.
 
-    def write(base, part):
-        assert base.ndim == part.ndim, "what belongs to a client has an axis K"
-        if base.shape == part.shape:
-            return part
+    Raises InputError for a method whose memory has an axis of clients.
+    """
+    shapes = [jax.tree.map(jnp.shape, each.memory) for each in (trained, fresh)]
+    if shapes[0] != shapes[1]:
+        raise InputError(
+            "evaluate.new_clients: the memory of the method grows with the number of clients; keep"
+            " what it has of each client in Method.client_rows, not in Method.memory"
+        )
+
+    def write(base: jax.Array, part: jax.Array) -> jax.Array:
         return base.at[tuple(map(slice, part.shape))].set(part)
 
-    kept = jax.tree.map(write, fresh.replace(selection=()), trained.replace(selection=()))
-    return kept.replace(assignment=kept.assignment.at[known:].set(-1), selection=fresh.selection)
+    more, kept = ((each.rows, each.received) for each in (fresh, trained))
+    rows, received = jax.tree.map(write, more, kept)
+    assignment = jnp.full_like(fresh.assignment, -1).at[:known].set(trained.assignment)
+    return trained.replace(
+        assignment=assignment, rows=rows, received=received, selection=fresh.selection
+    )
 
 
 def next_key(seed: int, state: State) -> Key:

@@ -17,7 +17,7 @@ from fedjax_cfl.keys import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on, split_sharding
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, State, Task
+from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, Rows, State, Task
 from fedjax_cfl.validation import PositiveInt
 
 
@@ -171,8 +171,13 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
     state, data_state = carry
     leaves, structure = jax.tree.flatten(state)
     numbered = jax.tree.unflatten(structure, range(len(leaves)))
-    kept = algorithm.client_models(numbered) if algorithm.client_models else ()
-    split = set(jax.tree.leaves((numbered.received, numbered.rows, kept)))
+    rows = {
+        name: part
+        for name, part in numbered.rows.items()
+        if isinstance(part, Rows) or name in algorithm.split_rows
+    }
+    own = (numbered.groups, numbered.server) if algorithm.own_models else ()
+    split = set(jax.tree.leaves((numbered.received, rows, own)))
     first = state.round.ndim + 1  # of a model's axes, behind those of several runs and K
     shapes = [
         shape_on(

@@ -216,18 +216,18 @@ def end_round(
     if here is not None:
         stay = cohort.take(here.stay)
         gone = real & (waited[own] + seconds > stay)
-    mine = (own == jnp.arange(count)[:, None]) & real  # [n, S]
-    selected = mine.sum(axis=1)
+    member = (own == jnp.arange(count)[:, None]) & real  # [n, S]
+    selected = member.sum(axis=1)
     shares = selected
     if clock.wait_for is not None:
         shares = clock.wait_for * selected // jnp.maximum(selected.sum(), 1)
         shares = jnp.maximum(shares, 1) if clock.per_group else jnp.full(1, clock.wait_for)
     duration, late = jax.vmap(
-        lambda mine, wait: find_duration(seconds, answers & ~gone & mine, wait)
-    )(mine, shares)
+        lambda member, wait: find_duration(seconds, answers & ~gone & member, wait)
+    )(member, shares)
     duration += waited
     if here is not None:
-        silent = ~jnp.any(mine & answers & ~gone, axis=1)
+        silent = ~jnp.any(member & answers & ~gone, axis=1)
         absent = jnp.where(data.train.size > 0, here.absent, jnp.inf)
         back = until_online(absent, clock_of(clock, groups_of(state)), count)
         left = latest(jnp.where(gone, stay, 0.0), own, count)
@@ -276,10 +276,10 @@ def merge_clocks(
     every = jnp.concatenate([times[old], times])
     into = jnp.concatenate([arriving, own])
     joined = later_of(every, into, count)
-    nobody = ~jnp.zeros(count, bool).at[into].set(True, mode="drop")
+    empty = ~jnp.zeros(count, bool).at[into].set(True, mode="drop")
     # a group of clients that were in none begins now
     now = later_of(times, jnp.where(before.active, 0, 1), 1)
-    return after.replace(clock_ms=jnp.where(nobody[:, None], now, joined))
+    return after.replace(clock_ms=jnp.where(empty[:, None], now, joined))
 
 
 def later_of(times: jax.Array, clock: jax.Array, count: int) -> jax.Array:

@@ -90,8 +90,8 @@ def flip_labels(faults: Faults, attackers: jax.Array, data: FederatedData) -> Fe
     if not faults.byzantine or faults.attack != "label_flip":
         return data
     check_classes(data.num_classes, "faults.attack=label_flip", "use sign_flip or noise")
-    theirs = (data.owner >= 0) & attackers[data.owner]
-    return data.replace(y=jnp.where(theirs, data.num_classes - 1 - data.y, data.y))
+    of_attackers = (data.owner >= 0) & attackers[data.owner]
+    return data.replace(y=jnp.where(of_attackers, data.num_classes - 1 - data.y, data.y))
 
 
 def apply_attack(

@@ -82,8 +82,8 @@ def select_highest(
         cohort = make_cohort(ids, data, local.execution)
         each = losses(cohort, data, (trying, state.groups) if batch else state.groups)
         own = groups_of(state)
-        mine = jnp.take_along_axis(each, cohort.take(own)[:, None], axis=1)[:, 0]
-        score = cohort.put(jnp.full(data.num_clients, -jnp.inf), mine)
+        loss = jnp.take_along_axis(each, cohort.take(own)[:, None], axis=1)[:, 0]
+        score = cohort.put(jnp.full(data.num_clients, -jnp.inf), loss)
         drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
         return take_quotas(score, own, drawn, state.active.size, clients_per_round)
 

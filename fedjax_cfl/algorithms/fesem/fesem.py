@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.algorithms.fesem.start import (
+    MODELS,
     MakeStart,
     cluster_local_models,
     is_weighted,
@@ -50,26 +51,26 @@ PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
 
 def stored_mean(r: Round) -> tuple[Params, jax.Array]:
     """Averages all stored models of each group, unweighted (eq. 10; an `AggregateFn`), or, where
-    the memory has their weights, by those (WeCFL).
+    their weights are kept, by those (WeCFL).
 
     Of the cohort the models of this round count: its stored ones are masked out and the
-    new ones added. That is one matrix product with the memory, which is not copied.
+    new ones added. That is one matrix product with the stored models, which are not copied.
     """
     upload, state = r.upload, r.state
-    m, memory = state.active.size, state.memory
-    fresh = upload.weight if is_weighted(memory) else (upload.weight > 0).astype(jnp.float32)
-    old = r.cohort.put(stored_weights(memory), 0.0, upload.weight > 0)
-    kept, new = membership_weights(old, state.assignment, m), membership_weights(fresh, r.group, m)
-    mass = kept.sum(0) + new.sum(0)
+    m, kept = state.active.size, state.rows[MODELS]
+    fresh = upload.weight if is_weighted(kept) else (upload.weight > 0).astype(jnp.float32)
+    old = r.cohort.put(stored_weights(kept), 0.0, upload.weight > 0)
+    stays, new = membership_weights(old, state.assignment, m), membership_weights(fresh, r.group, m)
+    mass = stays.sum(0) + new.sum(0)
 
     def step(stored, delta, center):
         def per_group(values):
             return values.reshape(m, *(1,) * (center.ndim - 1))
 
-        total = group_sum(kept, stored) - per_group(kept.sum(0)) * center + group_sum(new, delta)
+        total = group_sum(stays, stored) - per_group(stays.sum(0)) * center + group_sum(new, delta)
         return total / per_group(jnp.maximum(mass, 1.0))
 
-    return jax.tree.map(step, memory.models, upload.delta, state.groups), mass
+    return jax.tree.map(step, kept.models, upload.delta, state.groups), mass
 
 
 def pull_plainly(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
@@ -121,6 +122,7 @@ def fesem(
     method = Method(
         sgd(task, local, objective),
         start=start,
+        split_rows=(MODELS,),
         takes_newcomers=False,  # the server has no model of theirs
         migrate=centers.estep(nearest, move) if centers.estep else move,
         assign=nearest_stored_center(nearest),
@@ -128,12 +130,7 @@ def fesem(
         aggregate=centers.aggregate,
         finish=keep_models(local.execution.mesh),
     )
-    return federated(task, local, system, method)._replace(client_models=stored_models)
-
-
-def stored_models(state: State) -> Params:
-    """Returns the models [K, ...] that the server keeps, which devices split."""
-    return state.memory.models
+    return federated(task, local, system, method)
 
 
 def full_distance(task: Task) -> NearestFn:
@@ -187,9 +184,10 @@ def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:
 
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, cohort = r.state, r.cohort
-        nearest = nearest_of(cohort.take(state.memory.models), state.groups)
+        stored = state.rows[MODELS]
+        nearest = nearest_of(cohort.take(stored.models), state.groups)
         kept = jnp.maximum(current_groups(state, cohort), 0)
-        return jnp.where(cohort.take(state.memory.known), nearest, kept), make_report()
+        return jnp.where(cohort.take(stored.known), nearest, kept), make_report()
 
     return assign
 
@@ -203,8 +201,9 @@ def e_step_of_all(nearest_of: NearestFn, move: MigrateFn | None = None) -> Migra
         state = r.state
         before = state.assignment
         state, report = move(r) if move else (state, make_report())
-        nearest = nearest_of(state.memory.models, state.groups)
-        assignment = jnp.where(state.memory.known & (before >= 0), nearest, before)
+        stored = state.rows[MODELS]
+        nearest = nearest_of(stored.models, state.groups)
+        assignment = jnp.where(stored.known & (before >= 0), nearest, before)
         migrated = jnp.sum(assignment != before).astype(jnp.int32)
         return state.replace(assignment=assignment), report.replace(migrated=migrated)
 
@@ -216,23 +215,21 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
 
     def finish(r: Round) -> State:
         state, before, cohort, upload = r.state, r.before, r.cohort, r.upload
-        answered, clients = upload.weight > 0, before.memory.known.size
+        answered, old = upload.weight > 0, before.rows[MODELS]
 
         def store(stored, start, delta, center):
             # The compiler writes the models in place only if it sees that the means, which read
             # them, were taken before. Hence a condition on the new centers; it is true unless the
             # run has diverged.
-            rows = jnp.where(answered & jnp.isfinite(jnp.sum(center)), cohort.ids, clients)
+            rows = jnp.where(answered & jnp.isfinite(jnp.sum(center)), cohort.ids, old.known.size)
             return put_models(stored, rows, start[r.group] + delta, mesh)
 
-        models = jax.tree.map(
-            store, before.memory.models, before.groups, upload.delta, state.groups
-        )
-        known = cohort.put(before.memory.known, True, answered)
-        memory = state.memory.replace(models=models, known=known)
-        if is_weighted(memory):
-            memory = memory.replace(weight=cohort.put(memory.weight, upload.weight, answered))
-        return state.replace(memory=memory)
+        models = jax.tree.map(store, old.models, before.groups, upload.delta, state.groups)
+        known = cohort.put(old.known, True, answered)
+        new = state.rows[MODELS].replace(models=models, known=known)
+        if is_weighted(new):
+            new = new.replace(weight=cohort.put(new.weight, upload.weight, answered))
+        return state.put_rows({MODELS: new})
 
     return finish
 

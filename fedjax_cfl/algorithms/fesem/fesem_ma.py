@@ -29,7 +29,6 @@ from fedjax_cfl.algorithms.fesem.fesem import (
     nearest_center,
     nearest_stored_center,
     stored_mean,
-    stored_models,
 )
 from fedjax_cfl.algorithms.fesem.matching import (
     Layer,
@@ -37,7 +36,7 @@ from fedjax_cfl.algorithms.fesem.matching import (
     find_layers,
     permute_hidden_units,
 )
-from fedjax_cfl.algorithms.fesem.start import cluster_local_models
+from fedjax_cfl.algorithms.fesem.start import MODELS, cluster_local_models
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local
@@ -59,8 +58,9 @@ def recount(r: Round) -> tuple[State, jax.Array]:
     """
     state = r.state
     new = r.cohort.take(train_label_counts(r.data))
-    counts = r.cohort.put(state.memory.counts, new, r.upload.weight > 0)
-    return state.replace(memory=state.memory.replace(counts=counts)), r.group
+    stored = state.rows[MODELS]
+    counts = r.cohort.put(stored.counts, new, r.upload.weight > 0)
+    return state.put_rows({MODELS: stored.replace(counts=counts)}), r.group
 
 
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
@@ -92,10 +92,10 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
         assert initial.report is not None  # the traffic of the first models
         check_classes(data.num_classes, "algorithm=fesem_ma", "use algorithm=fesem")
         counts = train_label_counts(data)
-        memory = initial.memory.replace(counts=counts)
+        rows = {MODELS: initial.rows[MODELS].replace(counts=counts)}
         sent = make_bill(words_up=jnp.full(len(counts), counts[0].size * words))
         report = initial.report.replace(early=sent)  # of all clients, where the bill is of slots
-        return initial._replace(memory=memory, report=report)
+        return initial._replace(rows=rows, report=report)
 
     return start
 
@@ -119,9 +119,10 @@ def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
     """Averages, by `mean`, only the stored models that arrived in this round."""
 
     def aggregate(r: Round) -> tuple[Params, jax.Array]:
-        memory = r.state.memory
-        arrived = r.cohort.put(jnp.zeros_like(memory.known), True, r.upload.weight > 0)
-        return mean(r._replace(state=r.state.replace(memory=memory.replace(known=arrived))))
+        stored = r.state.rows[MODELS]
+        arrived = r.cohort.put(jnp.zeros_like(stored.known), True, r.upload.weight > 0)
+        stored = stored.replace(known=arrived)
+        return mean(r._replace(state=r.state.put_rows({MODELS: stored})))
 
     return aggregate
 
@@ -146,31 +147,31 @@ def class_weighted_mean(head: str) -> AggregateFn:
     def aggregate(r: Round) -> tuple[Params, jax.Array]:
         upload, cohort, state = r.upload, r.cohort, r.state
         step, mass = stored_mean(r)
-        m, memory, answered = state.active.size, state.memory, upload.weight > 0
-        absent = cohort.put(memory.known, False, answered).astype(jnp.float32)
+        m, kept, answered = state.active.size, state.rows[MODELS], upload.weight > 0
+        absent = cohort.put(kept.known, False, answered).astype(jnp.float32)
         old = membership_weights(absent, state.assignment, m)
         new = membership_weights(answered.astype(jnp.float32), r.group, m)
-        counts = memory.counts.astype(jnp.float32)
-        kept = old[:, :, None] * counts[:, None]  # [K, m, C]
+        counts = kept.counts.astype(jnp.float32)
+        stays = old[:, :, None] * counts[:, None]  # [K, m, C]
         # [S, m, C]
         arrived = new[:, :, None] * jnp.where(answered[:, None], cohort.take(counts), 0)[:, None]
-        samples = kept.sum(0) + arrived.sum(0)
+        samples = stays.sum(0) + arrived.sum(0)
 
         def weighted(stored, delta, center, plain):
-            total = jnp.einsum("kmc,k...c->m...c", kept, stored) + jnp.einsum(
+            total = jnp.einsum("kmc,k...c->m...c", stays, stored) + jnp.einsum(
                 "smc,s...c->m...c", arrived, delta
             )
 
             def per_class(values):
                 return values.reshape(m, *(1,) * (center.ndim - 2), -1)
 
-            gap = total - per_class(kept.sum(0)) * center
+            gap = total - per_class(stays.sum(0)) * center
             return jnp.where(
                 per_class(samples) > 0, gap / per_class(jnp.maximum(samples, 1.0)), plain
             )
 
         own = jax.tree.map(
-            weighted, memory.models[head], upload.delta[head], state.groups[head], step[head]
+            weighted, kept.models[head], upload.delta[head], state.groups[head], step[head]
         )
         return {**step, head: own}, mass
 
@@ -211,6 +212,7 @@ def fesem_ma(
         regroup=recount if words else None,
         aggregate=mean_over(mean) if mean_over else mean,
         finish=keep_models(local.execution.mesh),
+        split_rows=(MODELS,),
         takes_newcomers=False,
     )
-    return federated(task, local, system, method)._replace(client_models=stored_models)
+    return federated(task, local, system, method)

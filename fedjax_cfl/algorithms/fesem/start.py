@@ -30,30 +30,30 @@ from fedjax_cfl.validation import PositiveInt, check_arguments
 # their principal directions
 MAX_EMBEDDING_DIMENSIONS = 256
 
+MODELS = "models"
 MakeStart = Callable[[Task, Local, SystemLike, int], StartFn]
 
 
 class ClientModels(struct.PyTreeNode):
-    """What the server keeps of every client."""
+    """What the server keeps of every client, the row `MODELS`."""
 
     models: Params  # [K, ...], W_i, the model it last sent
     # [K] bool; False: the client never trained, does not count in the means, stays in its group
     known: jax.Array
-    shift_reference: Any = ()  # migrate.ShiftReference, only where clients migrate
     # [K] float32, the samples that W_i was trained on, 0 if it is not known; (): all count alike
     weight: Any = ()
     # [K, C] int32, training samples per class when the client last trained; () unless they count
     counts: Any = ()
 
 
-def is_weighted(memory: ClientModels) -> bool:
+def is_weighted(stored: ClientModels) -> bool:
     """Returns whether models that are stored count by their clients' samples, as WeCFL's."""
-    return not isinstance(memory.weight, tuple)
+    return not isinstance(stored.weight, tuple)
 
 
-def stored_weights(memory: ClientModels) -> jax.Array:
+def stored_weights(stored: ClientModels) -> jax.Array:
     """Returns how much each stored model counts in means [K] float32, 0 if it is not known."""
-    return memory.weight if is_weighted(memory) else memory.known.astype(jnp.float32)
+    return stored.weight if is_weighted(stored) else stored.known.astype(jnp.float32)
 
 
 def random_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -64,8 +64,8 @@ def random_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
     def start(key: Key, data: FederatedData) -> Start:
         keys = jax.random.split(key)
         models = copy_model(task.init(keys[1]), data.num_clients)
-        memory = ClientModels(models, jnp.ones(data.num_clients, bool))
-        return random_groups(task, m)(keys[0], data)._replace(memory=memory)
+        stored = ClientModels(models, jnp.ones(data.num_clients, bool))
+        return random_groups(task, m)(keys[0], data)._replace(rows={MODELS: stored})
 
     return start
 
@@ -95,7 +95,7 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
                 return put_models(whole, cohort.ids, part, mesh)
 
             known, samples = by_client(upload.weight > 0), by_client(upload.weight)
-            memory = ClientModels((), known, weight=samples if by_samples else ())
+            stored = ClientModels((), known, weight=samples if by_samples else ())
             delta = jax.tree.map(partial(by_client, mesh=local.execution.mesh), upload.delta)
             compared = jax.tree.map(by_client, flatten_updates(upload.delta, local.execution.mesh))
             points = embed_deltas(keys[3], compared, known, local.execution.mesh)
@@ -104,15 +104,15 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
                 return kmeans(key, points, m, restarts, weight=counts).labels
 
             labels = on_every_device(cluster, local.execution.mesh)(
-                keys[2], points, stored_weights(memory)
+                keys[2], points, stored_weights(stored)
             )
-            centers, _ = group_mean(stored_weights(memory), labels, delta, m)
+            centers, _ = group_mean(stored_weights(stored), labels, delta, m)
             real = cohort.ids < clients
             sent = make_bill(units_down=real, units_up=real)
             return Start(
                 groups=jax.tree.map(jnp.add, common, centers),
                 assignment=labels,
-                memory=memory.replace(models=jax.tree.map(jnp.add, common, delta)),
+                rows={MODELS: stored.replace(models=jax.tree.map(jnp.add, common, delta))},
                 report=report.replace(bill=add_bills(report.bill, sent)),
             )
 

@@ -62,13 +62,16 @@ class Reporters(NamedTuple):
     """Which clients may report drift: all or none at the `start`, then as `update` says."""
 
     start: bool
-    update: Callable[[jax.Array, Cohort], jax.Array]  # (heard [K], cohort) -> heard [K] bool
+    # (may_report [K] bool, cohort) -> may_report [K] bool
+    update: Callable[[jax.Array, Cohort], jax.Array]
 
 
 # all drifted clients report at once: the point of the method
-all_report = Reporters(True, lambda heard, cohort: heard)
+all_report = Reporters(True, lambda may_report, cohort: may_report)
 # only the clients of the last cohort report (ablation of appendix B)
-cohort_reports = Reporters(False, lambda heard, cohort: cohort.put(jnp.zeros_like(heard), True))
+cohort_reports = Reporters(
+    False, lambda may_report, cohort: cohort.put(jnp.zeros_like(may_report), True)
+)
 
 
 class DriftRule(NamedTuple):
@@ -83,15 +86,23 @@ class DriftRule(NamedTuple):
     false_reports: Fraction = 0.0  # share of the clients that permute what they report
 
 
+REPORTS = "reports"
+
+
+class ClientReports(struct.PyTreeNode):
+    """What the server knows of every client, the row `REPORTS`."""
+
+    reported: jax.Array  # [K, p], what each client last reported
+    pending: jax.Array  # [K] bool, data have changed and the client has not reported it yet
+    may_report: jax.Array  # [K] bool, clients that may report now
+
+
 class DriftMemory(struct.PyTreeNode):
-    """What the server knows of the clients."""
+    """What the server remembers."""
 
     shared: Any  # the frozen network of the representation, () if none
-    reported: jax.Array  # [K, p], what each client last reported
     centers: jax.Array  # [m, p]
     trigger: Any  # what the trigger remembers
-    pending: jax.Array  # [K] bool, data have changed and the client has not reported it yet
-    heard: jax.Array  # [K] bool, clients that may report now
 
 
 FIELDING = DriftRule()  # as published
@@ -153,18 +164,16 @@ def cluster_at_start(
             representation.setup(shared, data.num_clients),
             representation.report(alive, points.shape[1]),
         )
-        nobody = jnp.zeros(data.num_clients, bool)
-        memory = DriftMemory(
-            shared=shared,
-            reported=points,
-            centers=centers,
-            trigger=rule.trigger.init(centers),
-            pending=nobody,
-            heard=nobody | (rule.hear is not None and rule.hear.start),
+        none = jnp.zeros(data.num_clients, bool)
+        may_report = none | (rule.hear is not None and rule.hear.start)
+        return Start(
+            groups=copy_model(task.init(keys[0]), m),
+            assignment=labels,
+            memory=DriftMemory(shared, centers, rule.trigger.init(centers)),
+            rows={REPORTS: ClientReports(points, none, may_report)},
+            report=make_report(sent),
+            active=active,
         )
-        initial = task.init(keys[0])
-        groups = copy_model(initial, m)
-        return Start(groups, labels, memory, make_report(sent), active)
 
     return start
 
@@ -177,17 +186,17 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
     def event(
         key: Key, state: State, data: FederatedData, asked: jax.Array
     ) -> tuple[State, Report]:
-        memory, metric = state.memory, representation.metric
+        memory, kept, metric = state.memory, state.rows[REPORTS], representation.metric
         points = representation.compute(memory.shared, data, asked)
-        drifted = asked & (rowwise(metric, points, memory.reported) > rule.report_above)
-        reported = jnp.where(drifted[:, None], points, memory.reported)
+        drifted = asked & (rowwise(metric, points, kept.reported) > rule.report_above)
+        reported = jnp.where(drifted[:, None], points, kept.reported)
         alive, old = data.train.size > 0, state.assignment
         moves = apply_moves(reported, alive, drifted, old, memory.centers, state.active, metric)
         heard_of = jnp.any(drifted)  # else it is no event
         fired = rule.trigger.fires(memory.trigger, moves) & heard_of
         moved = state.replace(
-            assignment=moves.labels, memory=memory.replace(reported=reported, centers=moves.after)
-        )
+            assignment=moves.labels, memory=memory.replace(centers=moves.after)
+        ).put_rows({REPORTS: kept.replace(reported=reported)})
         state = lax.cond(
             fired, lambda state: recluster_all(rule, key, state, moves), lambda state: state, moved
         )
@@ -204,9 +213,10 @@ def follow_drift(representation: Representation, rule: DriftRule) -> MigrateFn:
         state, data = r.state, r.data
         if not data.has_drift:
             return state, make_report()
-        changed = state.memory.pending | data.shifted
-        asked = changed & state.memory.heard & (data.train.size > 0)
-        state = state.replace(memory=state.memory.replace(pending=changed & ~asked))
+        kept = state.rows[REPORTS]
+        changed = kept.pending | data.shifted
+        asked = changed & kept.may_report & (data.train.size > 0)
+        state = state.put_rows({REPORTS: kept.replace(pending=changed & ~asked)})
         nothing = make_report(make_bill(jnp.zeros(data.num_clients)))
         return lax.cond(
             jnp.any(asked),
@@ -240,8 +250,9 @@ def note_reporters(hear: Reporters) -> FinishFn:
     """Stores which clients may report drift before the next round."""
 
     def finish(r: Round) -> State:
-        state = r.state
-        memory = state.memory.replace(heard=hear.update(state.memory.heard, r.cohort))
-        return state.replace(memory=memory)
+        kept = r.state.rows[REPORTS]
+        return r.state.put_rows(
+            {REPORTS: kept.replace(may_report=hear.update(kept.may_report, r.cohort))}
+        )
 
     return finish

@@ -234,8 +234,8 @@ def with_false_reports(representation: Representation, fraction: Fraction) -> Re
     def init(key: Key, data: FederatedData) -> Any:
         own, false = jax.random.split(key)
         shared = representation.init(own, data)
-        everybody = jnp.ones(data.num_clients, bool)
-        points = jax.eval_shape(representation.compute, shared, data, everybody)
+        all_clients = jnp.ones(data.num_clients, bool)
+        points = jax.eval_shape(representation.compute, shared, data, all_clients)
         return shared, draw_false_orders(false, data.num_clients, points.shape[1], fraction)
 
     def compute(shared: Any, data: FederatedData, who: jax.Array) -> jax.Array:
@@ -269,8 +269,8 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
     draws = jax.random.uniform(key, rows.shape)
 
     def of_class(c: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mine = held & (data.y[rows] == c)
-        best, place = lax.top_k(jnp.where(mine, draws, -1.0), min(count, rows.size))
+        is_c = held & (data.y[rows] == c)
+        best, place = lax.top_k(jnp.where(is_c, draws, -1.0), min(count, rows.size))
         return rows[place], (best >= 0).astype(jnp.float32)
 
     drawn, weight = lax.map(of_class, jnp.arange(data.num_classes))

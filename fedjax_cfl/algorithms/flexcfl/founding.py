@@ -16,7 +16,7 @@ from fedjax_cfl.clustering import distances, features
 from fedjax_cfl.clustering.assign import TrainFn, nearest_direction, random_group
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
-from fedjax_cfl.clustering.migrate import ShiftReference, init_reference
+from fedjax_cfl.clustering.migrate import SHIFT_REFERENCE, init_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.method import AssignFn, Start, StartFn
@@ -33,7 +33,6 @@ class ColdStartMemory(struct.PyTreeNode):
     initial: Params  # [1, ...], the common initial model
     directions: Params  # [m, ...], mean first update of each group's founders
     has_founders: jax.Array  # [m] bool, the group has founders
-    shift_reference: ShiftReference  # label counts when each client was last assigned
 
 
 # (key, upload, rows [F] int32, valid [F] bool, groups) -> the groups [F] int32 of F founders by
@@ -168,7 +167,8 @@ def group_cold_start(
             groups=jax.tree.map(jnp.add, initial, founding.group_start(directions)),
             active=groups.active,
             assignment=cohort.put(jnp.full(clients, -1, jnp.int32), gid),
-            memory=ColdStartMemory(initial, directions, founders > 0, init_reference(data)),
+            memory=ColdStartMemory(initial, directions, founders > 0),
+            rows={SHIFT_REFERENCE: init_reference(data)},
             report=report.replace(bill=add_bills(report.bill, sent)),
         )
 

@@ -64,18 +64,16 @@ class Privacy(NamedTuple):
     weigh: Callable[..., tuple[jax.Array, Any, Bill]]
 
 
+LABELS = "labels"
+
+
 class LabelShares(struct.PyTreeNode):
-    """What the server knows of the clients' labels."""
+    """What the server knows of the clients' labels, the row `LABELS`. Its memory is what the
+    sampler keeps.
+    """
 
     share: jax.Array  # [K, C] float32
     known: jax.Array  # [K] bool
-
-
-class GroupSearch(struct.PyTreeNode):
-    """The memory of MD-ICFL."""
-
-    labels: Any  # LabelShares, or ()
-    sampler: Any  # what the sampler keeps
 
 
 def init_label_shares(data: FederatedData) -> LabelShares:
@@ -105,7 +103,7 @@ def charge_label_shares(r: Round) -> tuple[Work, Report]:
     """Reports the C words of clients whose label shares the server does not know (a
     `PrepareFn`).
     """
-    unknown = ~r.cohort.take(r.state.memory.labels.known) & (r.cohort.take(r.data.train.size) > 0)
+    unknown = ~r.cohort.take(r.state.rows[LABELS].known) & (r.cohort.take(r.data.train.size) > 0)
     return r.work, make_report(make_bill(words_up=unknown * r.data.num_classes))
 
 
@@ -171,8 +169,8 @@ def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privac
         groups = models(key, data).groups
         keys = jax.random.split(jax.random.fold_in(key, m))
         assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)
-        memory = GroupSearch(privacy.init(data), sampler.init(keys[1], groups, data))
-        return Start(groups, assignment, memory)
+        memory = sampler.init(keys[1], groups, data)
+        return Start(groups, assignment, memory, {LABELS: privacy.init(data)})
 
     return start
 
@@ -187,13 +185,13 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
 
     def regroup(r: Round) -> tuple[State, jax.Array]:
         state, data, upload = r.state, r.data, r.upload
-        memory, answered = state.memory, upload.weight > 0
-        samples, kept = sampler.sample(r.key, memory.sampler, state.groups, data)
+        answered = upload.weight > 0
+        samples, kept = sampler.sample(r.key, state.memory, state.groups, data)
         own, m = (upload.start_group, upload.delta), state.active.size
         distance = measure(r.cohort, data, (state.groups, samples), own)
-        share, labels, sent = privacy.weigh(memory.labels, data, r.cohort, answered, m)
+        share, labels, sent = privacy.weigh(state.rows[LABELS], data, r.cohort, answered, m)
         traffic = add_to_ledger(state.traffic, sent)
-        state = state.replace(memory=GroupSearch(labels, kept), traffic=traffic)
+        state = state.replace(memory=kept, traffic=traffic).put_rows({LABELS: labels})
         return state, jnp.where(answered, nearest_group(share, distance, r.group), r.group)
 
     return regroup
