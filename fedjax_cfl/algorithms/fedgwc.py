@@ -9,7 +9,8 @@ group in two to four by spectral clustering of clients that see others alike, an
 Differs from the authors' code: clients of a round are shared out among groups, where the code takes
 as many in each; a group that is cut is cut before the round's mean is taken, so that each part
 goes on with the updates of its own clients; one group is cut in a round, and the parts are no more
-than there is room for; eigenvectors are clustered by K-means of their rows at length 1, not by QR;
+than there is room for; eigenvectors are clustered by K-means of their rows at length 1, not by QR,
+and the index that judges a cut is of these rows, where the code takes that of another embedding;
 losses of less than 1e-5 spread count as equal; clients that come later join the group of least
 loss.
 

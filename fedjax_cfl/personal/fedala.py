@@ -6,7 +6,8 @@ w with its own model v of its last training, v + W (w - v). It learns W, a weigh
 parameter, on its own samples, and is tested on what it has trained.
 
 Differs from the authors' code: clients mix where they train, not all in each round; the short last
-batch is kept; a first fit ends after `MOST_EPOCHS`; a client that changes its group fits again.
+batch is kept; the share of its samples by which a client fits is rounded up, where the code
+truncates; a first fit ends after `MOST_EPOCHS`; a client that changes its group fits again.
 """
 
 from collections.abc import Sequence

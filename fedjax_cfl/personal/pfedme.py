@@ -3,6 +3,9 @@ https://arxiv.org/abs/2006.08848.
 
 A client's own model theta is near its group's model w and fits its data; w follows theta. So the
 group minimises the Moreau envelope of its clients' losses.
+
+Differs from the paper and the authors' code: a client renews theta in the rounds in which it takes
+part, where theirs has all clients train in each round, and averages the models of some.
 """
 
 import jax
