@@ -43,8 +43,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from program import make_parser
-from reproduce.fielding_server import (
+from papers.fielding_server import (
     RESNET18,
     draw_layer,
     draw_shares,
@@ -52,6 +51,7 @@ from reproduce.fielding_server import (
     time_event,
     time_label_clustering,
 )
+from program import make_parser
 
 from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.features import edc

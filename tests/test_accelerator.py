@@ -12,10 +12,10 @@ import numpy as np
 import pod_model
 import pytest
 import workloads
+from papers.cells import load_table, match_names
 
 import fedjax_cfl as cfl
 from fedjax_cfl.client.cohort import balance_over_devices
-from fedjax_cfl.papers.cells import load_table, match_names
 
 
 def as_task(name):

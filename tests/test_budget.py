@@ -22,7 +22,6 @@ LINES = {
     "clustering": 1975,
     "data": 8650,
     "models": 1445,
-    "papers": 1825,
     "personal": 1111,
     "round": 1161,
     "runs": 3949,

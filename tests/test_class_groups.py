@@ -8,12 +8,12 @@ import hydra
 import numpy as np
 import pytest
 from conftest import one_line
+from papers import cells, report
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.data import concept, graded
 from fedjax_cfl.data.partition import class_groups
-from fedjax_cfl.papers import cells, report
 
 CLASSES = 10
 POOL = cfl.Pool(

@@ -4,11 +4,11 @@ import hydra
 import numpy as np
 import pytest
 from conftest import others_nightly
+from papers import cells
 from scipy.stats import wasserstein_distance
 
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.clustering.migrate import counts_as_samples
-from fedjax_cfl.papers import cells
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 TABLES = sorted(path.stem for path in cells.TABLES.glob("*.yaml"))

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 from conftest import jit_as_users_do, with_execution
 from matplotlib.image import imread
+from papers import cells as paper_cells
+from papers import fesem_fig3, figures, report
+from papers.cells import load_table, row_columns
+from papers.report import collect_records
 from PIL import Image
-from reproduce import fesem_fig3
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem.start import ClientModels
@@ -22,10 +25,6 @@ from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import convolution, layers
-from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import figures, report
-from fedjax_cfl.papers.cells import load_table, row_columns
-from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.checkpoint import save
 from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import hydra
 import numpy as np
 import pytest
-from reproduce import fielding_server
+from papers import cells, fielding_server, figures, report, runner
+from papers.figures import choose_across
+from papers.report import collect_records
 
 from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
 from fedjax_cfl.cli.overrides import CONF, check_overrides
-from fedjax_cfl.papers import cells, figures, report, runner
-from fedjax_cfl.papers.figures import choose_across
-from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (
@@ -181,7 +180,7 @@ def test_the_servers_seconds_are_a_table(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(fielding_server, "MEASUREMENTS", small)
     asked = ["fielding_server", "--rows", *small, "--seeds", "2", "--out", str(tmp_path)]
-    assert runner.main(asked, lambda overrides: None, None) == 0
+    assert runner.main(asked) == 0
     with (tmp_path / "fielding_server" / "table.csv").open(newline="") as handle:
         found = {(line["row"], line["column"]): line for line in csv.DictReader(handle)}
     assert len(found) == 4 and all(line["seeds"] == "2" for line in found.values())

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from matplotlib.pyplot import imread
-from reproduce import md_icfl_figs
+from papers import md_icfl_figs
+from papers.cells import Cell
 from sklearn.datasets import load_digits
 
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.runs.checkpoint import save
 
 KEY = jax.random.key(0)

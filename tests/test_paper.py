@@ -3,6 +3,7 @@ program by one that only writes a run's files.
 """
 
 import csv
+import importlib
 import io
 import json
 import statistics
@@ -14,16 +15,15 @@ import pytest
 from conftest import call
 from matplotlib.image import imread
 from omegaconf import OmegaConf
-from reproduce import fedgroup_fig5
+from papers import cells as paper_cells
+from papers import fedgroup_fig5, processes, report, runner
+from papers.cells import Cell, has_run, load_table
+from papers.report import collect_records
 from rich.console import Console
 
 from fedjax_cfl.analysis import plot_costs
-from fedjax_cfl.cli.build import resolve_settings
+from fedjax_cfl.cli import paper
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers import cells as paper_cells
-from fedjax_cfl.papers import processes, report, runner
-from fedjax_cfl.papers.cells import Cell, has_run, load_table
-from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set
@@ -100,15 +100,14 @@ def verb(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "fake.yaml").write_text(TABLE)
     monkeypatch.setattr(paper_cells, "TABLES", tmp_path / "tables")
+    monkeypatch.setattr(runner, "resolve_settings", lambda overrides: None)
     (tmp_path / "cell.py").write_text(CELL)
     (tmp_path / "ran").touch()
     monkeypatch.setenv("RAN", str(tmp_path / "ran"))
     monkeypatch.setattr(processes, "COMMAND", [sys.executable, "-S", str(tmp_path / "cell.py")])
 
     def run(*argv, out="out"):
-        return runner.main(
-            ["fake", "--out", str(tmp_path / out), *argv], lambda overrides: None, None
-        )
+        return runner.main(["fake", "--out", str(tmp_path / out), *argv])
 
     run.started = lambda: (tmp_path / "ran").read_text().splitlines()
     run.out = tmp_path / "out" / "fake"
@@ -126,8 +125,8 @@ def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     figure = "experiment: fake\nfigure: curves\npanels: [accuracy]\n" + TABLE
     verb.table.with_name("drawn.yaml").write_text(figure)
-    assert runner.main(["fake", "--rows", "first-a"], None, None) == 0
-    assert runner.main(["drawn"], None, None) == 0
+    assert runner.main(["fake", "--rows", "first-a"]) == 0
+    assert runner.main(["drawn"]) == 0
     started = verb.started()
     assert len(started) == 4 and all("experiment=fake " in line for line in started)
     assert imread("paper/drawn/figure.png").std() > 0
@@ -364,8 +363,6 @@ def test_bad_overrides_are_refused_before_anything_runs(tmp_path, override, word
     with pytest.raises(InputError) as caught:
         runner.main(
             ["flexcfl_table3", "--out", str(tmp_path), *columns, "rounds=2", override],
-            resolve_settings,
-            None,
         )
     assert str(caught.value).startswith(words) and not list(tmp_path.iterdir())
 
@@ -522,7 +519,7 @@ def test_what_is_no_method_of_ones_own_is_refused(verb, tmp_path, tables, writte
     assert not verb.started()
 
 
-def test_settings_of_ones_own_method_are_checked_before_anything_runs(verb, tmp_path):
+def test_settings_of_ones_own_method_are_checked_before_anything_runs(verb, tmp_path, monkeypatch):
     path = tmp_path / "mine.yaml"
     path.write_text("Mine: [algorithm=fedavg, algorithm.unknown=1]\n")
     asked = ["fake", "--methods", str(path), "--out", str(tmp_path / "out")]
@@ -531,8 +528,9 @@ def test_settings_of_ones_own_method_are_checked_before_anything_runs(verb, tmp_
         if "algorithm.unknown=1" in overrides:
             raise InputError("algorithm.unknown=1: unknown setting")
 
+    monkeypatch.setattr(runner, "resolve_settings", refuse)
     with pytest.raises(InputError, match=r"Mine, seed 0: algorithm\.unknown=1: unknown setting"):
-        runner.main(asked, refuse, None)
+        runner.main(asked)
     assert not verb.started()
 
 
@@ -552,7 +550,7 @@ def test_real_cells(tmp_path, monkeypatch, capsys):
         "--out",
         str(tmp_path),
     ]
-    assert runner.main([*asked, *small], resolve_settings, None) == 0
+    assert runner.main([*asked, *small]) == 0
     node = load_table(asked[0])
     row, column = node["rows"]["digits-rotate"]["overrides"], node["columns"]["FedAvg"]
     line = [f"experiment={asked[0]}", *row, *column, *small, f"run_dir={tmp_path / 'alone'}"]
@@ -574,27 +572,33 @@ def test_real_cells(tmp_path, monkeypatch, capsys):
 def test_a_folder_may_have_an_equals_sign_in_its_name(verb, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     arguments = ["fake", "--rows", "first-a", "--out", "eta=0.1", "local.lr=0.5"]
-    assert runner.main(arguments, lambda overrides: None, None) == 0
+    assert runner.main(arguments) == 0
     assert all("local.lr=0.5" in line for line in verb.started())
     assert (tmp_path / "eta=0.1" / "fake" / "table.csv").exists()
 
 
-@pytest.mark.parametrize("name", sorted(runner.PROGRAM_NAMES.values()))
-def test_a_figure_without_its_program_is_refused(name, tmp_path, monkeypatch):
-    """The installed package does not contain benchmarks/; nothing may be trained before it is
-    said.
-    """
-    monkeypatch.setattr(runner, "PROGRAMS", tmp_path)
-    monkeypatch.delitem(sys.modules, f"reproduce.{name}", raising=False)
-    with pytest.raises(InputError, match=f"is made by benchmarks/reproduce/{name}.py, which"):
-        runner.load_program("some_figure", name)
-
-
-@pytest.mark.parametrize("name", sorted(runner.PROGRAM_NAMES.values()))
-def test_the_program_of_a_figure_is_found_in_a_checkout(name, monkeypatch):
-    folder = Path(__file__).parents[1] / "benchmarks" / "reproduce"
-    monkeypatch.setattr(runner, "PROGRAMS", folder)
-    monkeypatch.delitem(sys.modules, f"reproduce.{name}", raising=False)
-    module = runner.load_program("some_figure", name)
-    assert Path(module.__file__) == folder / f"{name}.py"
+@pytest.mark.parametrize("name", sorted(runner.PROGRAMS.values()))
+def test_the_module_of_a_figure_is_beside_the_runner(name):
+    module = importlib.import_module(f"papers.{name}")
     assert hasattr(module, "reproduce") or hasattr(module, "draw_figures")
+
+
+def test_an_installed_package_says_where_tables_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(paper, "HERE", tmp_path / "site-packages" / "fedjax_cfl")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"^paper: published tables are in a checkout, .* clone"):
+        paper.main(["flexcfl_table3"])
+    for folder in ("fedjax_cfl", "benchmarks/papers"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "benchmarks" / "papers" / "runner.py").touch()
+    assert paper.find_papers() == tmp_path / "benchmarks" / "papers"
+
+
+def test_trials_of_other_seeds_are_other_settings(verb):
+    verb.table.write_text(TUNED)
+    asked = "--rows", "first-a", "--columns", "Avg"
+    assert verb(*asked) == 0
+    path = verb.out / "first-a" / "Avg" / "chosen.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"trial_seeds": [5]}))
+    with pytest.raises(InputError, match=r"other settings \(trials of seeds 5\); choose"):
+        verb(*asked)

@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 from conftest import nightly
+from papers import processes
 from test_paper import CELL, table, verb
 
 import fedjax_cfl as cfl
-from fedjax_cfl.papers import cells, processes
 
 __all__ = ["verb"]
-real_command = processes.COMMAND
+CHECKOUT = Path(cfl.__file__).parents[1]
+PATH = os.pathsep.join(
+    [str(CHECKOUT), str(CHECKOUT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
@@ -25,20 +28,20 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
     code = f"""
         import signal
         from pathlib import Path
-        from fedjax_cfl.papers import cells, processes, runner
+        from papers import cells, processes, runner
         # a shell that runs the tests in the background has SIGINT ignored
         signal.signal(signal.SIGINT, signal.default_int_handler)
         cells.TABLES = Path({str(verb.table.parent)!r})
         processes.COMMAND = {processes.COMMAND!r}
         try:
             arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
-            runner.main(arguments, None, None)
+            runner.main(arguments)
         except KeyboardInterrupt:
             raise SystemExit(130)
     """
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | {"SLOW": "60"},
+        env=os.environ | {"SLOW": "60", "PYTHONPATH": PATH},
         stdout=subprocess.PIPE,
         text=True,
     )
@@ -53,6 +56,13 @@ def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, 
     assert len(verb.started()) == 6 and len(list(verb.out.glob("**/summary.json"))) == 4
 
 
+def wait_until(condition, seconds: float = 60) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
 def is_locked(log: Path) -> bool:
     """Returns whether a process writes this log."""
     with log.open("a") as handle:
@@ -63,30 +73,29 @@ def is_locked(log: Path) -> bool:
     return False
 
 
-def wait_until(condition, seconds: float = 60) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return condition()
+OWN = """
+import fcntl, sys
+from papers.cell_process import end_with_parent
+fcntl.flock(sys.stdout, fcntl.LOCK_EX)
+end_with_parent()
+print("begun", flush=True)
+"""
 
 
 @pytest.mark.nightly
 def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path):
-    """A real SIGKILL, and the processes that users' cells have."""
-    (tmp_path / "fake_cell.py").write_text("print('begun', flush=True)\n" + CELL)
-    command = [*real_command[:-1], "fake_cell"]
+    """A real SIGKILL, and what the processes of users' cells do first."""
+    (tmp_path / "fake_cell.py").write_text(OWN + CELL)
+    command = [sys.executable, "-P", str(tmp_path / "fake_cell.py")]
     code = f"""
         from pathlib import Path
-        from fedjax_cfl.papers import cells, processes, runner
+        from papers import cells, processes, runner
         cells.TABLES = Path({str(verb.table.parent)!r})
         processes.COMMAND = {command!r}
         arguments = ["fake", "--out", {str(verb.out.parent)!r}, "--jobs", "2"]
-        raise SystemExit(runner.main(arguments, None, None))
+        raise SystemExit(runner.main(arguments))
     """
-    path = os.pathsep.join(
-        [str(tmp_path), str(Path(cfl.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    )
-    line, place = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": path}
+    line, place = [sys.executable, "-c", textwrap.dedent(code)], os.environ | {"PYTHONPATH": PATH}
     parent = subprocess.Popen(line, env=place | {"SLOW": "600"}, stdout=subprocess.DEVNULL)
     assert wait_until(lambda: len(verb.started()) == 2)
     logs = sorted(verb.out.glob("**/seed0.log"))
@@ -100,27 +109,6 @@ def test_cells_die_with_their_parent_and_the_same_command_goes_on(verb, tmp_path
     for log in logs:  # the killed attempt is still there
         text = log.read_text()
         assert text.count(processes.ATTEMPT) == 2 and text.count("begun") == 2
-
-
-def test_a_cell_that_runs_elsewhere_is_left_alone(verb, capsys):
-    log = verb.out / "first-a" / "Avg" / "seed0.log"
-    log.parent.mkdir(parents=True)
-    log.write_text("alive\n")
-    with log.open("a") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        assert verb("--rows", "first-a") == 1
-    assert log.read_text() == "alive\n" and len(verb.started()) == 1
-    assert f"failed: another process runs this cell; see {log}" in capsys.readouterr().out
-    assert verb("--rows", "first-a") == 0 and log.read_text().startswith("alive\n--- ")
-
-
-def test_a_cell_that_another_process_has_finished_meanwhile_is_not_run_again(verb):
-    assert verb("--rows", "first-a", "--columns", "Avg") == 0 and len(verb.started()) == 1
-    (cell,) = cells.make_cells(
-        "fake", cells.load_table("fake"), verb.out, ["first-a"], ["Avg"], [0], []
-    )
-    found = list(processes.run_in_parallel([cell], 1, set(), lambda ended, active: None))
-    assert found == [(cell, 0, "")] and len(verb.started()) == 1
 
 
 def test_a_table_does_not_look_into_live_runs(verb, monkeypatch):

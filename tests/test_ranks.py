@@ -3,17 +3,18 @@
 import csv
 import itertools
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from papers import benchmark, report, runner
+from papers.cells import load_table, make_cells
 from scipy import stats
 
 from fedjax_cfl.analysis import ranks
 from fedjax_cfl.analysis.plot import new_figure
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers import benchmark, report, runner
-from fedjax_cfl.papers.cells import load_table, make_cells
 
 
 def draw_scores(seed=0, settings=5, seeds=3, methods=4):
@@ -167,7 +168,7 @@ def test_differences_are_paired_by_seeds():
         | {"score": means.get((setting, method), np.mean(found or [0]))}
         for (setting, method), found in scores.items()
     ]
-    lines = benchmark.list_differences(cells, ["Avg", "Half"])
+    lines = ranks.list_differences(cells, ["Avg", "Half"])
     found = {(line["setting"], line["method"], line["minus"]): line for line in lines}
     assert sorted(found) == [
         ("one", "Avg", "Best"), ("one", "Avg", "Half"), ("one", "Best", "Avg"),
@@ -219,7 +220,7 @@ def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_pat
     path = tmp_path / "whole" / "cells.csv"
     path.write_text(path.read_text().replace("0.9 0.8", ""))
     others = benchmark.read_cells(TABLE, [path])
-    found = benchmark.collect_scores(list(others.values()))
+    found = ranks.collect_scores(list(others.values()))
     np.testing.assert_allclose(found.of_seeds[0], [[0.6, 0.85]])
     np.testing.assert_allclose(found.of_seeds[1], [[0.2, 0.0], [0.4, 0.5]])
     record = report.record_cell(TABLE, others["one", "Best"])
@@ -233,20 +234,74 @@ def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_pat
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("one,Avg", "three,Avg", "line 2: three, Avg: no cell of the table"),
-        ("tail_macro", "best_macro", "line 2: measure best_macro_accuracy: the table shows tail_"),
-        ("0.5 0.7", "0.5", "line 2: scores 0.5: as many as seeds, 2, or none"),
-        ("0.5 0.7", "half", "line 2: scores 'half': not a number that cflbench writes"),
-        ("Avg,2,3,", "Avg,,3,", "line 2: seeds '': not a number"),
-        ("setting,", "place,", "has no column setting, expected a cells.csv"),
+        ("one,Avg", "three,Avg", ": three, Avg: no cell of the table"),
+        ("tail_macro", "best_macro", ": one, Avg: measure best_macro_accuracy: the table shows "),
+        ("0.5 0.7", "0.5", ", line 2: scores 0.5: as many as seeds, 2, or none"),
+        ("0.5 0.7", "half", ", line 2: scores 'half': must be a finite number"),
+        ("0.5 0.7", "0.5 inf", ", line 2: scores 'inf': must be a finite number"),
+        ("0.5 0.7", "0.5 0.6", ", line 2: score 0.6: of scores 0.5 0.6 it is 0.55"),
+        ("0.5 0.7", "0.4 0.8", ", line 2: sd 0.1414.*: of scores 0.4 0.8 it is 0.28"),
+        ("0.5 0.7", "-0.5 1.7", ", line 2: sd 0.14"),
+        ("Avg,2,3,", "Avg,0,3,", ", line 2: seeds '0': must be a whole number >= 1"),
+        ("Avg,2,3,", "Avg,2,-3,", ": one, Avg: rounds '-3': must be a finite number >= 1"),
+        (",3.0,", ",-3.0,", ": one, Avg: megabytes '-3.0': must be a finite number >= 0"),
+        ("one,Best", "one,Avg", ", line 3: one, Avg is there already"),
+        ("setting,", "place,", ": has no column setting, expected a cells.csv"),
     ],
 )
 def test_a_cell_that_is_none_of_the_table_is_refused(tmp_path, old, new, message):
     write_benchmark(tmp_path)
     path = tmp_path / "whole" / "cells.csv"
+    assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    with pytest.raises(InputError, match=f"^--cells {path}.*{message}"):
+    with pytest.raises(InputError, match=f"^--cells {path}{message}"):
         benchmark.read_cells(TABLE, [path])
+
+
+@pytest.mark.parametrize(
+    ("score", "sd", "said"),
+    [
+        ("inf", "", "score 'inf': must be a finite number"),
+        ("1.5", "", "score 1.5: must be a share from 0 to 1"),
+        ("-0.5", "", "score -0.5: must be a share from 0 to 1"),
+        ("0.5", "-0.1", "sd '-0.1': must be a finite number >= 0"),
+        ("0.5", "nan", "sd 'nan': must be a finite number >= 0"),
+    ],
+)
+def test_numbers_without_scores_of_seeds_are_checked_too(tmp_path, score, sd, said):
+    line = {"setting": "one", "method": "Avg", "seeds": "2", "rounds": "3", "trials": "3"}
+    line |= {"measure": "tail_macro_accuracy", "score": score, "sd": sd}
+    path = tmp_path / "cells.csv"
+    with path.open("w", newline="") as text:
+        writer = csv.DictWriter(text, benchmark.COLUMNS)
+        writer.writeheader()
+        writer.writerow(line)
+    with pytest.raises(InputError, match=said):
+        benchmark.read_cells(TABLE, [path])
+
+
+def test_the_published_cells_fit():
+    path = Path(__file__).parents[1] / "benchmarks" / "results" / "cflbench" / "cells.csv"
+    if not path.exists():
+        pytest.skip("results are no part of a source archive")
+    found = benchmark.read_cells(load_table("cflbench"), [path])
+    assert len(found) > 400
+
+
+def test_any_table_of_scores_is_ranked(tmp_path, capsys):
+    path = tmp_path / "mine.csv"
+    path.write_text("setting,method,scores\none,A,1 2\none,B,3 4\ntwo,A,5 5\ntwo,B,6 4\n")
+    assert ranks.main([str(path), "--out", str(tmp_path / "out"), "--baseline", "A"]) == 0
+    best, worst = read(tmp_path / "out" / "ranks.csv")
+    assert (best["method"], best["mean_rank"], worst["mean_rank"]) == ("B", "1.25", "1.75")
+    assert float(best["minus_baseline"]) == 1.0
+    assert "| B | 1.2 [" in capsys.readouterr().out
+    assert len(read(tmp_path / "out" / "differences.csv")) == 2
+    with pytest.raises(InputError, match=r"^--baseline C: no such method; A, B"):
+        ranks.main([str(path), "--baseline", "C"])
+    path.write_text("setting,method,score\none,A,1\ntwo,B,2\n")
+    with pytest.raises(InputError, match="no two methods that have the same settings"):
+        ranks.main([str(path), "--out", str(tmp_path)])
 
 
 def test_cells_of_a_file_are_shown_and_not_run(tmp_path, capsys):
@@ -259,16 +314,16 @@ def test_cells_of_a_file_are_shown_and_not_run(tmp_path, capsys):
         writer.writerow(line)
     asked = ["cflbench", "--rows", "digits-rotated", "--columns", "FedAvg", "--seeds", "2"]
     asked += ["--out", str(tmp_path / "out"), "--cells", str(path)]
-    assert runner.main(asked, lambda overrides: None, None) == 0
+    assert runner.main(asked) == 0
     assert "1 of 1 cells are in the files of --cells" in capsys.readouterr().out
     assert "| digits-rotated | 50.0 ± 10.0 |" in (tmp_path / "out/cflbench/table.md").read_text()
     assert (tmp_path / "out/cflbench/cells.csv").read_text().splitlines()[1].startswith("digits-")
     with pytest.raises(InputError, match=r"^rounds=3: the cells of --cells ran with"):
-        runner.main([*asked, "rounds=3"], lambda overrides: None, None)
+        runner.main([*asked, "rounds=3"])
     with pytest.raises(InputError, match=r"^--cells: clove_table writes no cells\.csv"):
-        runner.main(["clove_table", "--cells", str(path)], lambda overrides: None, None)
+        runner.main(["clove_table", "--cells", str(path)])
     with pytest.raises(InputError, match=r"^--cells nowhere\.csv: cannot be read"):
-        runner.main([*asked[:-1], "nowhere.csv"], lambda overrides: None, None)
+        runner.main([*asked[:-1], "nowhere.csv"])
 
 
 def test_a_run_that_is_not_finite_is_the_worst():
@@ -276,7 +331,7 @@ def test_a_run_that_is_not_finite_is_the_worst():
         {"setting": "one", "method": method, "scores": scores}
         for method, scores in (("Avg", [0.2, 0.4]), ("Best", [0.5, float("nan")]))
     ]
-    found = benchmark.collect_scores(cells)
+    found = ranks.collect_scores(cells)
     np.testing.assert_array_equal(found.of_seeds[0], [[0.2, 0.5], [0.4, 0.0]])
     assert ranks.rank_methods(found.of_seeds).mean.tolist() == [1.0, 2.0]
 
@@ -290,10 +345,10 @@ def test_a_method_of_ones_own_is_ranked_where_it_ran():
         {"setting": setting, "method": method, "scores": found}
         for (setting, method), found in scores.items()
     ]
-    found = benchmark.collect_scores(cells, ["Mine"])
+    found = ranks.collect_scores(cells, ["Mine"])
     assert found.settings == ["one"] and found.methods == ["Avg", "Best", "Mine"]
-    assert benchmark.collect_scores(cells).settings == ["one", "two"]
-    assert benchmark.collect_scores(cells, ["Other"]).settings == ["one", "two"]
+    assert ranks.collect_scores(cells).settings == ["one", "two"]
+    assert ranks.collect_scores(cells, ["Other"]).settings == ["one", "two"]
 
 
 def test_one_method_is_not_ranked(tmp_path):

@@ -1,20 +1,37 @@
 """Ranks of methods over settings: means with bootstrap intervals, and what tests say of them.
+`fedjax-cfl rank CELLS.csv` writes them of any table of scores.
 
 A setting is a data set with its drift; the scores of its seeds are averaged before they are
 ranked. Of the best the rank is 1; methods that score the same share the mean of their ranks.
+A cell is the scores of one method in one setting, a line of the CSV.
 """
 
+import argparse
+import itertools
+import math
+from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
-from fedjax_cfl.analysis.statistics import RESAMPLES, compute_tests
+from fedjax_cfl.analysis.statistics import (
+    RESAMPLES,
+    bootstrap_mean,
+    compute_tests,
+    find_chance,
+)
+from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.formatting import escape_markdown
+from fedjax_cfl.runs.results import to_plain, write_columns, write_text
+from fedjax_cfl.runs.run_dir import check_writable
 
 INTERVAL = 0.9  # level of the intervals of mean ranks
 LEVEL = 0.05  # of the critical difference
-Scores = Sequence[np.ndarray]  # of each setting [seeds, methods], the higher the better
+FORM = "expected a cells.csv of cflbench, or columns setting, method, score (or scores, of seeds)"
 
 
 class Ranks(NamedTuple):
@@ -26,14 +43,126 @@ class Ranks(NamedTuple):
     first: np.ndarray  # share of the resamples in which no method has a smaller mean rank
 
 
+class Scores(NamedTuple):
+    """The methods that are ranked, in which settings, and their scores."""
+
+    settings: list[str]
+    methods: list[str]
+    of_seeds: list[np.ndarray]  # of each setting [seeds, methods]
+    missed: list[str]  # methods that did not run in all of these, and settings begun
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean scores over seeds [settings, methods]."""
+        return np.stack([each.mean(0) for each in self.of_seeds])
+
+
+# cells
+
+
+def read_cells(path: Path, where: str = "") -> list[dict[str, Any]]:
+    """Returns the lines of a CSV file of cells: `score`, NaN where a run was not finite, `sd`,
+    `seeds` and the `scores` of seeds, [] where it has none; other columns as texts. `where` begins
+    messages. Raises InputError for a file that is none, numbers that are not finite or do not fit
+    one another, and a cell that stands there twice.
+    """
+    where = where or str(path)
+    try:
+        if not path.is_file():  # a device may never end
+            raise InputError(f"{where}: cannot be read (no such file)")
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    except (OSError, ValueError) as error:  # pandas' parser errors are ValueErrors
+        reason = " ".join(str(error).split())
+        raise InputError(f"{where}: cannot be read ({reason}); {FORM}") from None
+    for name in ("setting", "method"):
+        if name not in table:
+            raise InputError(f"{where}: has no column {name}, {FORM}")
+    if not {"score", "scores"} & {*table}:
+        raise InputError(f"{where}: has no column score or scores, {FORM}")
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for number, line in enumerate(table.to_dict("records"), 2):
+        try:
+            cell = check_cell({str(name): str(text) for name, text in line.items()})
+        except ValueError as error:
+            raise InputError(f"{where}, line {number}: {error}") from None
+        place = cell["setting"], cell["method"]
+        if place in cells:
+            raise InputError(f"{where}, line {number}: {', '.join(place)} is there already")
+        cells[place] = cell
+    return list(cells.values())
+
+
+def read_number(name: str, text: str, low: float = -math.inf) -> float:
+    """Returns a finite number >= `low`. Raises ValueError for what is none."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= low):
+        least = "" if low == -math.inf else f" >= {low:g}"
+        raise ValueError(f"{name} {text!r}: must be a finite number{least}")
+    return value
+
+
+def check_cell(line: dict[str, str]) -> dict[str, Any]:
+    """Returns a line of a file of cells, of which score, sd, seeds and scores are numbers. Raises
+    ValueError where they are none or do not fit one another.
+    """
+    texts = line.get("scores", "").split()
+    scores = [math.nan if text == "nan" else read_number("scores", text) for text in texts]
+    given = line.get("seeds") or str(len(scores) or ("" if "seeds" in line else 1))
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"seeds {given!r}: must be a whole number >= 1")
+    seeds = int(given)
+    if len(scores) not in (0, seeds):
+        raise ValueError(f"scores {line['scores']}: as many as seeds, {seeds}, or none")
+    found = {
+        "score": read_number("score", line["score"]) if line.get("score") else math.nan,
+        "sd": read_number("sd", line["sd"], 0.0) if line.get("sd") else None,
+    }
+    of_scores = {"score": float(np.mean(scores or [math.nan]))}
+    of_scores["sd"] = float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan
+    for name, value in of_scores.items():
+        if scores and line.get(name) and not math.isclose(found[name], value, abs_tol=1e-6):
+            raise ValueError(f"{name} {line[name]}: of scores {line['scores']} it is {value:g}")
+    if scores:
+        found["score"] = of_scores["score"]
+    return line | found | {"seeds": seeds, "scores": scores}
+
+
+def collect_scores(cells: Sequence[dict[str, Any]], own: Sequence[str] = ()) -> Scores:
+    """Returns the scores of the methods that ran in all settings, over the seeds that all of them
+    have, the first ones; in a setting where one has no scores of seeds, the means of all. A run
+    that is not finite in the end has the score 0. A setting with less than half as many methods as
+    another has been begun, and does not count yet; where methods `own` have run in some, the others
+    do not count.
+    """
+    placed = {(cell["setting"], cell["method"]): cell for cell in cells}
+    methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    counts = Counter(cell["setting"] for cell in cells)
+    settings = [name for name, count in counts.items() if 2 * count >= max(counts.values())]
+    own = [method for method in own if method in methods]
+    settings = [s for s in settings if all((s, method) in placed for method in own)] or settings
+    kept = [m for m in methods if all((setting, m) in placed for setting in settings)]
+    of_seeds = []
+    for setting in settings if kept else ():
+        here = [placed[setting, method] for method in kept]
+        seeds = min(len(cell["scores"]) for cell in here)
+        found = np.array([cell["scores"][:seeds] or [cell["score"]] for cell in here]).T
+        of_seeds.append(np.nan_to_num(found, nan=0.0))
+    missed = [name for name in (*methods, *counts) if name not in (*kept, *settings)]
+    return Scores(settings, kept, of_seeds, missed)
+
+
 def rank_settings(means: np.ndarray) -> np.ndarray:
     """Returns the ranks [N, k] of k methods in N settings, by their mean scores [N, k]."""
     return stats.rankdata(-means, axis=1)
 
 
-def rank_methods(scores: Scores) -> Ranks:
+def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
     """Returns mean ranks with intervals of level `INTERVAL` from a hierarchical bootstrap
-    (Davison and Hinkley 1997, section 3.8): settings are drawn, then seeds within each.
+    (Davison and Hinkley 1997, section 3.8): settings are drawn, then seeds within each. `scores`
+    of each setting are [seeds, methods], the higher the better.
 
     Of one setting and one seed there is nothing to be drawn: the interval is its ranks. Of few
     settings it is too narrow.
@@ -100,3 +229,163 @@ def correct_holm(chances: np.ndarray) -> np.ndarray:
         largest = max(largest, min(1.0, (len(order) - place) * chances[j]))
         corrected[j] = largest
     return corrected
+
+
+def list_differences(
+    cells: Sequence[dict[str, Any]], against: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Returns the lines of differences.csv: the scores of each cell minus those of methods
+    `against` and of the best in its setting, seed by seed. `low` to `high` is the bootstrap
+    interval of `bootstrap_mean`, `p` the chance of `find_chance`: of three seeds never below 0.25.
+    Where one of the two has no scores of seeds there is the mean alone.
+    """
+    lines = []
+    for setting in dict.fromkeys(cell["setting"] for cell in cells):
+        here = {cell["method"]: cell for cell in cells if cell["setting"] == setting}
+        best = max(here, key=lambda method: np.nan_to_num(here[method]["score"], nan=0.0))
+        named = [name for name in dict.fromkeys([*against, best]) if name in here]
+        for method, minus in itertools.product(here, named):
+            if minus == method:
+                continue
+            cell, other = here[method], here[minus]
+            pairs = zip(cell["scores"], other["scores"], strict=False)
+            gaps = [float(np.subtract(*np.nan_to_num(pair, nan=0.0))) for pair in pairs]
+            found = bootstrap_mean(gaps or [cell["score"] - other["score"]])
+            line = {"setting": setting, "method": method, "minus": minus, "best": minus == best}
+            line |= {"seeds": len(gaps), "mean": found.mean, "low": found.low, "high": found.high}
+            lines.append(line | {"p": find_chance(gaps)})
+    return lines
+
+
+def list_ranks(scores: Scores, ranked: Ranks, baseline: str | None) -> list[dict[str, Any]]:
+    """Returns the lines of ranks.csv, the best first."""
+    means, methods = scores.means, scores.methods
+    chances = gaps = np.full(len(methods), np.nan)
+    if baseline in methods:
+        place = methods.index(baseline)
+        chances = compare_with(means, place)
+        gaps = (means - means[:, [place]]).mean(0)
+    lines = [
+        {
+            "method": method,
+            "mean_rank": ranked.mean[j],
+            "low": ranked.low[j],
+            "high": ranked.high[j],
+            "share_first": ranked.first[j],
+            "mean_score": means[:, j].mean(),
+            "minus_baseline": gaps[j],
+            "minus_best": (means[:, j] - means.max(1)).mean(),
+            "p_wilcoxon_holm": chances[j],
+        }
+        for j, method in enumerate(methods)
+    ]
+    return to_plain(sorted(lines, key=lambda line: line["mean_rank"]))
+
+
+def format_ranks(
+    title: str, scores: Scores, rows: list[dict[str, Any]], baseline: str | None
+) -> str:
+    """Returns ranks.md."""
+    count, settings = len(scores.methods), len(scores.settings)
+    several = settings > 1  # of one setting tests say nothing
+    over = f"{settings} settings" if several else "one setting"
+    alone = sum(len(each) == 1 for each in scores.of_seeds)
+    drawn = "settings and seeds"
+    drawn += f" (in {alone} of them each method has one score, its mean)" if alone else ""
+    lines = [f"# {title}: mean ranks", ""]
+    lines.append(
+        f"Over {over} ({', '.join(scores.settings)}), of {count} methods; brackets:"
+        f" {INTERVAL:.0%} of a bootstrap over {drawn}. First: in so many of its"
+        f" resamples. Against {baseline}: mean difference in points"
+        + (", and Wilcoxon's chance after Holm's correction." if several else ".")
+        + " Against the best: of these methods, in each setting."
+    )
+    if (chance := friedman(scores.means)) is not None:
+        lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
+    if several:
+        apart = critical_difference(count, settings)
+        lines.append(
+            f"Mean ranks less than {apart:.2f} apart do not differ at {LEVEL:.0%} (Nemenyi)."
+        )
+    if scores.missed:
+        lines.append(f"Not ranked, for they are not complete: {', '.join(scores.missed)}.")
+    headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
+    headings.append("against the best")
+    lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for row in rows:
+        gap, p = row["minus_baseline"], row["p_wilcoxon_holm"]
+        shown = [
+            row["method"],
+            f"{row['mean_rank']:.1f} [{row['low']:.1f}, {row['high']:.1f}]",
+            f"{row['share_first']:.0%}",
+            "-" if gap is None else f"{100 * gap:+.1f}",
+            *(["-" if p is None else f"{p:.2g}"] if several else []),
+            f"{100 * row['minus_best']:+.1f}",
+        ]
+        lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def write_ranks(
+    cells: Sequence[dict[str, Any]],
+    out: Path,
+    title: str,
+    baseline: str | None = None,
+    own: Sequence[str] = (),
+) -> tuple[Scores, Ranks] | None:
+    """Writes ranks.csv and ranks.md of cells into the folder `out`; returns what they are made of,
+    None, and writes nothing, where fewer than two methods ran in the same settings.
+    """
+    scores = collect_scores(cells, own)
+    if len(scores.methods) < 2:
+        return None
+    ranked = rank_methods(scores.of_seeds)
+    rows = list_ranks(scores, ranked, baseline)
+    write_columns(out / "ranks.csv", rows)
+    write_text(out / "ranks.md", format_ranks(title, scores, rows, baseline))
+    return scores, ranked
+
+
+def main(argv: list[str]) -> int:
+    """Runs `fedjax-cfl rank CELLS.csv... [--out DIR] [--baseline METHOD] [--against METHOD...]`."""
+    parser = argparse.ArgumentParser(
+        prog="fedjax-cfl rank",
+        description="Rank methods over settings: mean ranks with intervals, tests, differences.",
+    )
+    parser.add_argument(
+        "cells",
+        nargs="+",
+        type=Path,
+        metavar="CELLS.csv",
+        help="columns setting, method, score, the higher the better, or scores, those of seeds with"
+        " spaces between them; one that is empty or nan counts as 0; of a cell in several files"
+        " the first counts",
+    )
+    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="default: here")
+    parser.add_argument("--baseline", metavar="METHOD", help="test all methods against this one")
+    parser.add_argument(
+        "--against",
+        nargs="+",
+        default=[],
+        metavar="METHOD",
+        help="of differences.csv: differences from these, beside those from the best",
+    )
+    given = parse_arguments(parser, argv)
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for path in given.cells:
+        for cell in read_cells(path):
+            found.setdefault((cell["setting"], cell["method"]), cell)
+    cells = list(found.values())
+    methods = list(dict.fromkeys(cell["method"] for cell in cells))
+    for flag, name in (("--baseline", given.baseline), *(("--against", n) for n in given.against)):
+        if name is not None and name not in methods:
+            raise InputError(f"{flag} {name}: no such method; {', '.join(methods)}")
+    check_writable(given.out, f"--out={given.out}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    names = ", ".join(path.name for path in given.cells)
+    if write_ranks(cells, given.out, names, given.baseline) is None:
+        raise InputError(f"{names}: no two methods that have the same settings")
+    write_columns(given.out / "differences.csv", list_differences(cells, given.against))
+    print((given.out / "ranks.md").read_text(encoding="utf-8"))
+    print(f"wrote ranks.csv, ranks.md and differences.csv in {given.out}")
+    return 0

@@ -24,8 +24,9 @@ COMMANDS = {
     "compare": "fedjax_cfl.analysis.compare",
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
-    "paper": "fedjax_cfl.papers.runner",
+    "paper": "fedjax_cfl.cli.paper",
     "predict": "fedjax_cfl.cli.predict",
+    "rank": "fedjax_cfl.analysis.ranks",
     "report": "fedjax_cfl.analysis.report",
     "tune": "fedjax_cfl.cli.tune",
 }
@@ -182,12 +183,7 @@ def run_command(name: str, *arguments: str) -> int:
     """Runs a verb, a module of its own that is imported only here: plotting alone takes
     a second to import.
     """
-    own = importlib.import_module(COMMANDS[name])
-    if name != "paper":
-        return own.main(list(arguments)) or 0
-    from fedjax_cfl.cli.build import assemble, resolve_settings
-
-    return own.main(list(arguments), resolve_settings, assemble)
+    return importlib.import_module(COMMANDS[name]).main(list(arguments)) or 0
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ from rich.table import Table
 
 from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
 from fedjax_cfl.formatting import escape_markdown, escape_markup
-from fedjax_cfl.papers.cells import row_columns, source_rows
 from fedjax_cfl.runs.results import (
     compute_measures,
     read_metrics,
@@ -29,6 +28,7 @@ from fedjax_cfl.runs.results import (
     write_text,
 )
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
+from papers.cells import row_columns, source_rows
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 FIELDS += ("evaluations", "shared_best", "shared_evaluations")

@@ -28,11 +28,11 @@ from fedjax_cfl.clustering.recluster import Trigger, always, never
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.models.task import as_task
 from fedjax_cfl.models.zoo import MCLR
-from fedjax_cfl.papers import report
-from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.system.select import uniform
 from fedjax_cfl.types import FederatedData, Partition, Pool
+from papers import report
+from papers.cells import Cell
 
 MOST_GROUPS = 10
 REPEATS = 3  # timed calls after the first, which compiles

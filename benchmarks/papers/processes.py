@@ -1,8 +1,7 @@
-"""The processes of cells: each runs its cell, writes seedN.log and ends with its parent."""
+"""The processes of cells: each runs its cell, adds to its log and ends with its parent."""
 
 import contextlib
 import datetime
-import fcntl
 import re
 import shlex
 import signal
@@ -12,15 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
-from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.cells import Cell, has_run, list_runs
 from fedjax_cfl.runs.results import METRICS_FILE, SUMMARY_FILE
+from papers.cells import Cell, list_runs
 
-PROGRAM = Path(__file__).resolve().with_name("cell_process.py")
 # -P: a module in the current folder must not stand in for an installed one
-COMMAND = [sys.executable, "-P", str(PROGRAM), "fedjax_cfl"]
+COMMAND = [sys.executable, "-P", str(Path(__file__).with_name("cell_process.py"))]
 ATTEMPT = "--- "  # begins the line of a log above which all is of earlier attempts
 
 
@@ -29,46 +25,32 @@ def log_path(cell: Cell) -> Path:
     return cell.folder.with_name(f"{cell.folder.name}.log")
 
 
-def open_log(cell: Cell) -> IO[str]:
-    """Opens a cell's log for appending and locks it. Raises InputError if a process
-    that runs this cell holds it.
-
-    The lock belongs to the open file: the cell's process holds it as its output and
-    lets go of it when it ends, however it ends.
-    """
-    cell.folder.parent.mkdir(parents=True, exist_ok=True)
-    log = log_path(cell).open("a", encoding="utf-8")
-    try:
-        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.close()
-        raise InputError(f"another process runs this cell; see {log_path(cell)}") from None
-    return log
+def list_arguments(cell: Cell, alone: bool) -> list[str]:
+    """Returns the command line of a cell; beside others it gets one device."""
+    several = not alone and not any(text.startswith("devices=") for text in cell.overrides)
+    devices = ["devices=1"] * several
+    if not cell.grid:
+        together = [f"seed={cell.seed}", f"seeds={len(cell.seeds)}"] if cell.seeds else []
+        return [*cell.overrides, *together, *devices, f"run_dir={cell.folder}"]
+    arguments = ["tune", "--out", str(cell.folder), "--seeds", ",".join(map(str, cell.seeds))]
+    if cell.trial_seeds:
+        arguments += ["--trial-seeds", ",".join(map(str, cell.trial_seeds))]
+    return [*arguments, *cell.overrides, *cell.grid, *devices]
 
 
 def start_process(cell: Cell, alone: bool) -> subprocess.Popen:
-    """Starts a cell's process, its output added to seedN.log; beside others it gets one
-    device. Raises InputError if another process runs the cell.
-    """
-    several = not alone and not any(text.startswith("devices=") for text in cell.overrides)
-    devices = ["devices=1"] * several
-    together = [f"seed={cell.seed}", f"seeds={len(cell.seeds)}"] if cell.seeds else []
-    arguments = [*cell.overrides, *together, *devices, f"run_dir={cell.folder}"]
-    if cell.grid:
-        seeds = ",".join(map(str, cell.seeds))
-        arguments = ["tune", "--out", str(cell.folder), "--seeds", seeds]
-        if cell.trial_seeds:
-            arguments += ["--trial-seeds", ",".join(map(str, cell.trial_seeds))]
-        arguments += [*cell.overrides, *cell.grid, *devices]
-    with open_log(cell) as log:
+    """Starts a cell's process, its output added to its log."""
+    arguments = list_arguments(cell, alone)
+    cell.folder.parent.mkdir(parents=True, exist_ok=True)
+    with log_path(cell).open("a", encoding="utf-8") as log:
         now = datetime.datetime.now().isoformat(" ", "seconds")
         log.write(f"{ATTEMPT}{now} fedjax-cfl {shlex.join(arguments)}\n")
         log.flush()
         # a session of its own: Ctrl-C must reach it once, from here, because a second one would
-        # end it at once
+        # end it at once; the pipe is held open until this process ends, see cell_process.py
         return subprocess.Popen(
             [*COMMAND, *arguments],
-            stdin=subprocess.PIPE,  # held open until this process ends: see cell_process.py
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -90,29 +72,16 @@ def run_in_parallel(
         while queue or active:
             while queue and len(active) < jobs:
                 cell = queue.popleft()
-                if cell.row in skipped:
-                    continue
-                try:
-                    if has_run(cell):  # another process has finished it meanwhile
-                        yield cell, 0, ""
-                        continue
+                if cell.row not in skipped:
                     active[start_process(cell, alone=jobs == 1)] = cell
-                except InputError as error:
-                    yield cell, 2, str(error)
             for process in [process for process in active if process.poll() is not None]:
                 cell = active.pop(process)
-                close_pipe(process)
+                process.communicate()  # closes the pipe
                 yield cell, process.returncode, read_error(cell) if process.returncode else ""
             show(len(todo) - len(queue) - len(active), list(active.values()))
             time.sleep(0.1 if active else 0)
     finally:
         stop_processes(list(active))
-
-
-def close_pipe(process: subprocess.Popen) -> None:
-    """Closes the pipe of a process that has ended."""
-    if process.stdin is not None:
-        process.stdin.close()
 
 
 def stop_processes(processes: list[subprocess.Popen]) -> None:
@@ -122,7 +91,6 @@ def stop_processes(processes: list[subprocess.Popen]) -> None:
     try:
         for process in processes:
             process.wait()
-            close_pipe(process)
     except KeyboardInterrupt:
         for process in processes:
             process.kill()
@@ -132,11 +100,7 @@ def stop_processes(processes: list[subprocess.Popen]) -> None:
 @contextlib.contextmanager
 def interrupt_on_sigterm() -> Iterator[None]:
     """Lets SIGTERM interrupt as Ctrl-C does, so that the cells save where they stand."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
@@ -145,9 +109,9 @@ def interrupt_on_sigterm() -> Iterator[None]:
 
 def read_error(cell: Cell) -> str:
     """Returns the one-line error that a cell's last attempt ended with, or where to look."""
-    lines = log_path(cell).read_text(encoding="utf-8", errors="replace").splitlines()
-    begun = max((i for i, line in enumerate(lines) if line.startswith(ATTEMPT)), default=0)
-    errors = [line for line in lines[begun:] if line.startswith("fedjax-cfl: ")]
+    text = log_path(cell).read_text(encoding="utf-8", errors="replace")
+    last = f"\n{text}".rpartition(f"\n{ATTEMPT}")[2]
+    errors = [line for line in last.splitlines() if line.startswith("fedjax-cfl: ")]
     return errors[-1].removeprefix("fedjax-cfl: ") if errors else f"see {log_path(cell)}"
 
 
@@ -157,9 +121,7 @@ def describe_progress(cell: Cell) -> str:
     """
     if cell.grid:
         return f"{sum(1 for _ in cell.folder.rglob(SUMMARY_FILE))} runs"
-    try:
-        written = (list_runs(cell)[0] / METRICS_FILE).read_bytes()
-    except FileNotFoundError:
-        written = b""
+    path = list_runs(cell)[0] / METRICS_FILE
+    written = path.read_bytes() if path.exists() else b""
     rounds = [b"0", *re.findall(rb'^{"round": (\d+)', written, re.MULTILINE)]
     return f"round {int(rounds[-1])}"

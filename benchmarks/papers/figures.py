@@ -27,8 +27,9 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.analysis.plot_costs import average_runs, draw_band, line_styles
 from fedjax_cfl.formatting import escape_plot
-from fedjax_cfl.papers.cells import row_columns, source_rows
-from fedjax_cfl.papers.report import (
+from fedjax_cfl.runs.results import compute_measures, read_metrics
+from papers.cells import row_columns, source_rows
+from papers.report import (
     cell_measure,
     headings,
     is_shown,
@@ -36,7 +37,6 @@ from fedjax_cfl.papers.report import (
     recorded_rows,
     row_title,
 )
-from fedjax_cfl.runs.results import compute_measures, read_metrics
 
 AXIS_LABELS = {
     "accuracy": "test accuracy",

@@ -29,11 +29,11 @@ from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import gather, train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.runs import checkpoint
 from fedjax_cfl.runs.results import read_metrics, series
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task
+from papers.cells import Cell
 
 SAMPLERS = {"back_search": back_search, "generator": generator}
 NEW_MODELS, NEW_EPOCHS = 3, 3  # of each true group (the paper: five), over its training images

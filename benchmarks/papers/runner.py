@@ -1,7 +1,7 @@
 """`fedjax-cfl paper TABLE`: runs the cells of a published table or figure and shows the results
 beside the published numbers.
 
-A table is papers/tables/TABLE.yaml: rows and columns of overrides, and the published
+A table is tables/TABLE.yaml: rows and columns of overrides, and the published
 numbers; what all its runs share is conf/experiment/TABLE.yaml. Every cell is an ordinary
 run in its own process and directory, so an interrupted reproduction continues with the
 cells that are not finished. A row may be another measure of the runs of a row above it:
@@ -12,13 +12,11 @@ that has run.
 
 import argparse
 import contextlib
-import importlib.util
+import importlib
 import shlex
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 
 from rich.console import Console
 from rich.progress import (
@@ -30,15 +28,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedjax_cfl.cli.build import assemble, resolve_settings
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers import benchmark, cells, figures, report
-from fedjax_cfl.papers.cells import Cell
-from fedjax_cfl.papers.processes import describe_progress, interrupt_on_sigterm, run_in_parallel
-from fedjax_cfl.papers.report import collect_records
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.runs.run_dir import check_writable
+from papers import benchmark, cells, figures, report
+from papers.cells import Cell
+from papers.processes import describe_progress, interrupt_on_sigterm, run_in_parallel
+from papers.report import collect_records
 
 # what the one-line error of a run says when its data are not here, and nothing else is wrong
 MISSING = (f"a folder named in {DATA_ENV_VAR}", "expected the official train and test files")
@@ -48,34 +47,14 @@ DRAW_FUNCTIONS = {
     "communication": figures.draw_communication,
     "benchmark": benchmark.write,
 }
-# the programs of the figures of single papers, by kind of figure, and where a checkout has them
-PROGRAM_NAMES = {
+# the modules beside this one that make figures of single papers, by kind of figure
+PROGRAMS = {
     "edc_madc": "fedgroup_fig5",
     "model_map": "fesem_fig3",
     "pseudo_samples": "md_icfl_figs",
     "server": "fielding_server",
 }
 FOLDERS = ("--out", "--methods", "--cells")  # what follows may have a = in its name
-PROGRAMS = Path(__file__).resolve().parents[2] / "benchmarks" / "reproduce"
-
-
-def load_program(table: str, name: str) -> ModuleType:
-    """Returns the module benchmarks/reproduce/NAME.py. Raises InputError where the package does
-    not lie in a checkout.
-    """
-    full, path = f"reproduce.{name}", PROGRAMS / f"{name}.py"
-    if full in sys.modules:
-        return sys.modules[full]
-    if not path.is_file():
-        raise InputError(
-            f"{table}: its figure is made by benchmarks/reproduce/{name}.py, which the installed"
-            " package does not contain; use a clone of the repository and pip install -e ."
-        )
-    spec = importlib.util.spec_from_file_location(full, path)
-    assert spec is not None and spec.loader is not None  # of a file there always are
-    module = sys.modules[full] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def say(console: Console, text: str) -> None:
@@ -252,16 +231,8 @@ def leave_out(todo: list[Cell], others: benchmark.Cells, console: Console) -> li
     return left
 
 
-def main(
-    argv: list[str],
-    resolve_settings: Callable[[list[str]], object],
-    build: Callable[[list[str]], tuple],
-) -> int:
-    """Runs the verb; returns 0, or 1 if a cell failed.
-
-    `resolve_settings(overrides)` raises InputError for what a run would refuse,
-    `build(overrides)` returns (config, task, data, local) as a run would have them.
-    """
+def main(argv: list[str]) -> int:
+    """Runs the verb; returns 0, or 1 if a cell failed."""
     given, extra = read_arguments(argv)
     table, console = cells.load_table(given.table), Console()
     cells.add_methods(table, given.methods)
@@ -271,12 +242,12 @@ def main(
     check_writable(out, f"--out={given.out}")
     cells.check_cells(todo, extra, table.get("own", ()), resolve_settings)
     todo = leave_out(todo, others := read_others(table, given, extra), console)
-    figure = table.get("figure")
-    program = load_program(given.table, PROGRAM_NAMES[figure]) if figure in PROGRAM_NAMES else None
+    figure, command = table.get("figure"), f"fedjax-cfl paper {shlex.join(argv)}"
+    name = PROGRAMS.get(figure or "")
+    program = importlib.import_module(f"papers.{name}") if name else None
     if program and figure == "edc_madc":
-        return program.reproduce(table, todo, out, build, console, MISSING)
+        return program.reproduce(table, todo, out, assemble, console, MISSING)
     if program and figure == "server":
-        command = f"fedjax-cfl paper {shlex.join(argv)}"
         return program.reproduce(table, todo, out, command, console)
 
     def write() -> list[dict]:
@@ -284,7 +255,7 @@ def main(
         records = report.add_cells(table, collect_records(table, found), others)
         if any(record["runs"] for record in records):
             out.mkdir(parents=True, exist_ok=True)
-            report.write(table, records, out, f"fedjax-cfl paper {shlex.join(argv)}")
+            report.write(table, records, out, command)
         return records
 
     def ended(cell: Cell) -> str:
@@ -302,7 +273,9 @@ def main(
         figures.plot(table, records, out / "plot.png")
         if figure:
             found = cells.find_finished(experiment, table, runs, extra)
-            draw = partial(program.draw_figures, build, todo) if program else DRAW_FUNCTIONS[figure]
+            draw = (
+                partial(program.draw_figures, assemble, todo) if program else DRAW_FUNCTIONS[figure]
+            )
             draw(table, found, out / "figure.png", **({"others": others} if others else {}))
         console.print(*report.build_table(table, records, console))
         say(console, f"written to {out}")

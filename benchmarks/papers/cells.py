@@ -11,6 +11,7 @@ from typing import NamedTuple
 import yaml
 
 from fedjax_cfl.analysis import trials
+from fedjax_cfl.cli.tune import TRIAL_SEEDS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import is_execution, parse_overrides
 from fedjax_cfl.runs.results import read_summary
@@ -280,6 +281,10 @@ def has_run(cell: Cell) -> bool:
     differ = sorted(filter_overrides(ran) ^ filter_overrides(asked))
     if cell.seeds and seeds != list(cell.seeds):
         differ.append(f"{len(seeds)} seeds")
+    if cell.grid:
+        tried = (trials.read_chosen(cell.folder) or {}).get("trial_seeds")
+        if tried not in (None, list(cell.trial_seeds or TRIAL_SEEDS)):
+            differ.append(f"trials of seeds {' '.join(map(str, tried))}")
     if differ:
         raise InputError(
             f"{cell.folder}: was run with other settings ({', '.join(differ)}); choose another"

@@ -25,9 +25,9 @@ from fedjax_cfl.clustering.features import edc as edc_of
 from fedjax_cfl.clustering.features import madc as madc_of
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.papers.cells import Cell
 from fedjax_cfl.runs.results import atomic_write
 from fedjax_cfl.types import FederatedData, Key, Task
+from papers.cells import Cell
 
 DOTS = 20_000  # pairs drawn per panel, evenly through all; the correlations are over all
 FIELDS = ("row", "seed", "clients", "founders", "pairs", "pearson", "pearson_all")

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 
 from fedjax_cfl.analysis.plot import make_palette, new_figure, save_figure, style_axes
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.papers.report import row_title
 from fedjax_cfl.runs import checkpoint
+from papers.report import row_title
 
 MAX_MODELS = 400  # clients drawn, as in the paper
 # of a run's (state, data)
