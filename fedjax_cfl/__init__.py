@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         standardize,
         stream,
     )
+    from fedjax_cfl.data.datasets import from_arrays, from_frame
     from fedjax_cfl.errors import InputError
     from fedjax_cfl.library import compare, draw_run, report, run, to_frame
     from fedjax_cfl.method import Method, Round
@@ -78,6 +79,8 @@ __all__ = [
     "embeddings",
     "federate",
     "federated",
+    "from_arrays",
+    "from_frame",
     "gradients",
     "label_counts",
     "layer",
@@ -112,6 +115,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
         "standardize",
         "stream",
     ),
+    "data.datasets": ("from_arrays", "from_frame"),
     "errors": ("InputError",),
     "library": ("compare", "draw_run", "report", "run", "to_frame"),
     "method": ("Method", "Round"),

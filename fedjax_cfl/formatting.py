@@ -1,5 +1,8 @@
 """Numbers and texts as people read them; texts from files cannot act on what shows them."""
 
+import re
+import unicodedata
+
 from rich.markup import escape
 
 # numbers
@@ -57,3 +60,17 @@ def escape_csv(value: object) -> object:
 def escape_plot(text: object) -> str:
     """Escapes a text for matplotlib, which reads formulas between dollars."""
     return escape_text(text).replace("$", r"\$")
+
+
+# names from files: of clients, classes and columns
+
+
+def clean_name(value: object) -> str:
+    """Returns the one form of a name of a client, a class or a column: bytes are UTF-8, accents
+    are composed (NFC), whole numbers that were stored as floats are whole, and blanks around it
+    are left out.
+    """
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "backslashreplace")
+    text = unicodedata.normalize("NFC", str(value)).strip()
+    return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", text)

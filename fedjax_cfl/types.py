@@ -88,6 +88,7 @@ class Pool(NamedTuple):
     time: np.ndarray | None = None
     # of class 0, 1, ... as the source has them, for as many as have samples; None: numbers
     class_names: tuple[str, ...] | None = None
+    columns: tuple[str, ...] | None = None  # of features [F], as a table has them; None: no names
 
 
 class Partition(NamedTuple):

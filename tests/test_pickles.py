@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from conftest import one_line
 
-from fedjax_cfl.data.datasets import csv, image_folder, leaf, npy, npz, parquet
+from fedjax_cfl.data.datasets import image_folder, leaf, npy, npz
 from fedjax_cfl.data.datasets.pickles import PFLLIB
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
@@ -16,8 +16,6 @@ READERS = {
     "npz": npz,
     "npy": npy,
     "leaf": leaf,
-    "csv": lambda path: csv(path, "y"),
-    "parquet": lambda path: parquet(path, "y"),
     "image_folder": image_folder,
 }
 
@@ -89,7 +87,7 @@ def test_folders_of_pfllib_are_refused_with_what_to_store(tmp_path):
     path = tmp_path / "MNIST" / "train" / "0.npz"
     path.parent.mkdir(parents=True)
     np.savez_compressed(path, data=np.array({"x": X, "y": Y}, dtype=object))
-    for kind in ("npz", "npy", "csv", "parquet", "image_folder"):
+    for kind in ("npz", "npy", "image_folder"):
         one_line(f"0.npz: data.npy is {PFLLIB}", READERS[kind], tmp_path / "MNIST")
     one_line(f"0.npz: data.npy is {PFLLIB}", npz, path)
     np.savez(path, data=X)  # no objects: some other file

@@ -56,8 +56,8 @@ LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
 # what users call with keywords, each for a setting of its own
-WIDE = {"library.run", "data.datasets.table.csv", "data.datasets.table.parquet"}
-WIDE |= {"clustering.clustered.clustered", "algorithms.ifca.ifca.ifca"}
+WIDE = {"library.run", "clustering.clustered.clustered", "algorithms.ifca.ifca.ifca"}
+WIDE |= {f"data.datasets.table.{name}" for name in ("csv", "from_frame", "jsonl", "parquet")}
 
 
 class Function(NamedTuple):

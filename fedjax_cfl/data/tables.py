@@ -1,57 +1,211 @@
-"""Reads tables of numbers from .csv, .csv.gz and .parquet files, by pyarrow."""
+"""Tables from CSV, JSON lines and Parquet, a file or a folder of them, read by pandas.
 
-import io
-from collections.abc import Sequence
+What pandas would guess is decided here: only an empty cell is missing (a user may be called NA), a
+column has one type in the whole of a file, names that are there twice are refused, and dates stay
+text.
+"""
+
+import contextlib
+import os
+import re
+import warnings
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.readers import open_unpacked, read_at_most, shorten
+from fedjax_cfl.data.datasets.pool import sort_names
+from fedjax_cfl.data.datasets.readers import line_of, shorten
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name
 
-MAX_TEXT_BYTES = 2**27  # of a table of text, unpacked
-ENDINGS = (".csv", ".csv.gz", ".parquet")
+if TYPE_CHECKING:
+    import pandas as pd  # takes a while, and few runs have a table
+
+PACKED = r"(\.(gz|bz2|zip|xz|zst))?$"  # what pandas unpacks
 
 
-def read_table(path: Path, field: str) -> Any:
-    """Returns a table of pyarrow. Raises InputError, which names `field`, for a file that cannot be
-    read.
+class Table(NamedTuple):
+    """Rows of one or several files."""
+
+    frame: "pd.DataFrame"
+    name: str  # what messages call it
+    files: tuple[tuple[str, int], ...] = ()  # of a folder: name and rows of each file, in order
+
+    def describe_row(self, row: int) -> str:
+        """Returns what a message calls a row, by its place in the frame, from 0 on."""
+        for name, rows in self.files:
+            if row < rows:
+                return f"row {row + 1} of {name} (the first is 1)"
+            row -= rows
+        return f"row {row + 1} (the first is 1)"
+
+
+def read_csv(
+    path: str | Path, delimiter: str = ",", decimal: str = ".", text: Collection[str] = ()
+) -> Table:
+    """Reads a CSV with a line of names, or all of a folder; columns of `text` stay as they are."""
+    import pandas as pd
+
+    def read(file: str) -> "pd.DataFrame":
+        # without index_col=False a row longer than the line of names would begin with an index
+        cells: Any = {"sep": delimiter, "keep_default_na": False, "index_col": False}
+        head = pd.read_csv(file, header=None, nrows=1, dtype=str, **cells)
+        names = clean_columns(file, head.iloc[0].tolist())
+        types = {name: str for name in names if name in text}
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # about cells without a name, which would be lost
+            return pd.read_csv(
+                file, header=0, names=names, dtype=types, decimal=decimal, na_values=[""],
+                low_memory=False, **cells,
+            )  # fmt: skip
+
+    hint = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
+    files = list_files(path, "csv")
+    frames = []
+    for file in files:
+        with report(file, hint):
+            frames.append(read(file))
+    return join_files(str(path), files, frames)
+
+
+def read_jsonl(path: str | Path) -> Table:
+    """Reads a file with a JSON object in each line, or all of a folder."""
+    import pandas as pd
+
+    files = list_files(path, "jsonl|json|ndjson")
+    frames = []
+    for file in files:
+        with report(file, "a JSON object in each line, with the same names"):
+            frame = pd.read_json(
+                file, lines=True, dtype=False, convert_axes=False, precise_float=True
+            )
+            frames.append(frame.set_axis(clean_columns(file, list(frame.columns)), axis=1))
+    return join_files(str(path), files, frames)
+
+
+def read_parquet(path: str | Path) -> Table:
+    """Reads a Parquet file, or all of a folder; folders KEY=VALUE are a column."""
+    from pyarrow import dataset, unify_schemas
+
+    files = list_files(path, "parquet")
+    options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    with report(str(path) if files[1:] else files[0], "complete Parquet files, alike in columns"):
+        found = dataset.dataset(
+            files[0] if not files[1:] and "://" in files[0] else files,
+            format=dataset.ParquetFileFormat(default_fragment_scan_options=options),
+            partitioning=dataset.partitioning(flavor="hive"),
+            partition_base_dir=os.path.expanduser(path),
+        )
+        parts = list(found.get_fragments())
+        schemas = [found.schema, *(part.physical_schema for part in parts)]
+        for part, schema in zip(files, schemas[1:], strict=True):
+            clean_columns(part, schema.names)
+        # columns of all files, each of a type that holds those of every file
+        schema = unify_schemas(schemas, promote_options="permissive")
+        frame = found.replace_schema(schema.remove_metadata()).to_table().to_pandas()
+        frame = frame.set_axis(clean_columns(files[0], list(frame.columns)), axis=1)
+        counts = [part.count_rows() for part in parts]
+    return Table(frame, str(path), _count_rows(str(path), files, counts))
+
+
+def list_files(path: str | Path, endings: str) -> list[str]:
+    """Returns the files of a folder, else of its folders, in order of name, those of digits as
+    numbers; or the file, or address, itself. Raises InputError for a folder without any.
     """
-    import pyarrow as pa  # takes a while, and few runs have a table
-    import pyarrow.csv
-    import pyarrow.parquet
+    path = os.path.expanduser(path)
+    if "://" in path or os.path.isfile(path) or not os.path.exists(path):
+        return [path]
+    if not os.path.isdir(path):  # a pipe can be read only once, and a device never ends
+        raise InputError(f"{path}: file cannot be read, expected a regular file or a folder")
+    ending = re.compile(rf"\.({endings}){PACKED}", re.IGNORECASE)
+    for pattern in ("*", "**/*"):
+        found = [each.relative_to(path).as_posix() for each in Path(path).glob(pattern)]
+        shown = [each for each in found if not re.search(r"(^|/)[._]", each)]
+        stems = {each: ending.sub("", each) for each in shown if ending.search(each)}
+        if stems:
+            break
+    else:
+        kinds = " or *.".join(endings.split("|"))
+        raise InputError(f"{path}: folder holds no *.{kinds}, expected such files")
+    order = {stem: place for place, stem in enumerate(sort_names(stems.values()))}
+    if len(order) < len(stems):
+        twice = next(stem for stem in order if list(stems.values()).count(stem) > 1)
+        both = " and ".join(sorted(each for each in stems if stems[each] == twice))
+        raise InputError(f"{path}: {both} have one name, expected one of them")
+    return [os.path.join(path, each) for each in sorted(stems, key=lambda each: order[stems[each]])]
 
-    if not path.name.endswith(ENDINGS):
+
+@contextlib.contextmanager
+def report(file: str, expected: str) -> Iterator[None]:
+    """Turns whatever pandas raises for a file into an InputError that names it."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # pandas, pyarrow and what unpacks raise many kinds
+        raise InputError(
+            f"{file}: file cannot be read ({line_of(error)}), expected {expected}; what pandas"
+            " reads otherwise can be given to cfl.from_frame"
+        ) from None
+
+
+def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:
+    """Returns the names of columns in their one form. Raises InputError for one of two columns."""
+    names = [clean_name(column) for column in columns]
+    blank = [place for place, column in enumerate(names) if not column]
+    for place in blank[1:]:
+        names[place] = f"Unnamed: {place}"  # as pandas calls it
+    if len(set(names)) < len(names):
+        twice = next(column for column in names if names.count(column) > 1)
+        raise InputError(
+            f"{name}: column {shorten(twice)} is there {names.count(twice)} times, expected each"
+            " name once"
+        )
+    return names
+
+
+def join_files(name: str, files: Sequence[str], frames: Sequence["pd.DataFrame"]) -> Table:
+    """Returns the rows of all files, one after another."""
+    import pandas as pd
+
+    frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
+    return Table(frame, name, _count_rows(name, files, [len(each) for each in frames]))
+
+
+def _count_rows(
+    name: str, files: Sequence[str], counts: Sequence[int]
+) -> tuple[tuple[str, int], ...]:
+    home = os.path.expanduser(name)
+    named = [os.path.relpath(file, home) for file in files if file != home]
+    return tuple(zip(named, counts, strict=True)) if named else ()
+
+
+def read_table(path: Path, field: str) -> "pd.DataFrame":
+    """Returns a .csv or .parquet table. Raises InputError, which names `field`, for a file that
+    cannot be read.
+    """
+    if not re.search(rf"\.(csv{PACKED[:-1]}|parquet)$", path.name, re.IGNORECASE):
         raise InputError(f"{field}: must be a .csv or .parquet file")
     if not path.is_file():
         raise InputError(f"{field}: no such file")
     try:
-        if path.suffix == ".parquet":
-            return pyarrow.parquet.read_table(path)
-        with open_unpacked(path) as (file, most):
-            text = bytes(read_at_most(file, min(most, MAX_TEXT_BYTES) + 1))
-        if len(text) > MAX_TEXT_BYTES:
-            raise InputError(f"{field}: is too large, expected at most {MAX_TEXT_BYTES} bytes")
-        return pyarrow.csv.read_csv(io.BytesIO(text))
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{field}: cannot be read as a table: {shorten(reason)}") from None
+        return (read_parquet if path.suffix.lower() == ".parquet" else read_csv)(path).frame
+    except InputError as error:
+        raise InputError(f"{field}: cannot be read as a table: {error}") from None
 
 
-def read_numbers(table: Any, name: str, field: str) -> np.ndarray:
+def read_numbers(frame: "pd.DataFrame", name: str, field: str) -> np.ndarray:
     """Returns the column `name` of a table as an array [rows] float64. Raises InputError, which
     names `field`, if the column is missing or empty, or has anything but finite numbers.
     """
-    import pyarrow as pa
-
-    if table.column_names.count(name) != 1:
+    if name not in frame:
         raise InputError(f"{field}: has no column {name}")
-    column, kinds = table[name], pa.types
-    readable = kinds.is_integer, kinds.is_floating, kinds.is_null
-    if len(column) and not any(is_kind(column.type) for is_kind in readable):
-        raise InputError(f"{field}: column {name} must hold numbers")
-    values = np.asarray(column.to_pylist(), np.float64)  # null is NaN
+    try:
+        values = frame[name].to_numpy(np.float64)
+    except (TypeError, ValueError):
+        raise InputError(f"{field}: column {name} must hold numbers") from None
     bad = np.flatnonzero(~np.isfinite(values))
     if not values.size or bad.size:
         place = f" in row {bad[0] + 1}" if bad.size else ""
@@ -63,9 +217,8 @@ def read_columns(path: Path, header: Sequence[str] | None = None) -> np.ndarray:
     """Reads a table [rows, columns] float64. Raises InputError for another `header` than
     expected (None: any), and for anything but finite numbers.
     """
-    table = read_table(path, str(path))
-    if header is not None and table.column_names != list(header):
-        said = shorten(",".join(table.column_names))
+    frame = read_table(path, str(path))
+    if header is not None and list(frame.columns) != list(header):
+        said = shorten(",".join(frame.columns))
         raise InputError(f"{path}: header is {said}, expected {','.join(header)}")
-    names = table.column_names
-    return np.stack([read_numbers(table, name, str(path)) for name in names], axis=1)
+    return np.stack([read_numbers(frame, name, str(path)) for name in frame.columns], axis=1)

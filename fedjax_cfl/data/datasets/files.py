@@ -14,9 +14,11 @@ from fedjax_cfl.data.datasets.pool import (
     MAX_CLASSES,
     check_pool,
     number_owners,
+    number_words,
     read_test_mask,
 )
 from fedjax_cfl.errors import InputError, warn_of_file
+from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, check_arguments
 
@@ -278,9 +280,7 @@ def _number_labels(
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
     if y.dtype.kind in "US":
-        if y.dtype.kind == "S":
-            y = np.char.decode(y, "utf-8", "backslashreplace")
-        names, y = np.unique(y, return_inverse=True)
+        names, y = number_words(path, "y", y)
         return y, tuple(names.tolist())
     if num_classes is None and y.dtype.kind in "iuf" and y.size and y.min() == 1:
         last = y.max()
@@ -312,7 +312,7 @@ def _close_gaps(
         )
     if labels[0] < 0 or labels[-1] > MAX_CLASSES or np.array_equal(labels, np.arange(labels.size)):
         return y, None
-    return np.searchsorted(labels, y), tuple(f"{label:g}" for label in labels.tolist())
+    return np.searchsorted(labels, y), tuple(map(clean_name, labels.tolist()))
 
 
 def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
@@ -321,9 +321,10 @@ def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndar
         raise InputError(
             f"{path}: client has shape {client.shape}, expected ({samples},), one entry a sample"
         )
-    if client.dtype.kind == "S":
-        client = np.char.decode(client, "utf-8", "backslashreplace")
-    if client.dtype.kind not in "buifU":
+    if client.dtype.kind in "SU":
+        ids, number = number_words(path, "client", client)
+        return ids, number.astype(np.int32)
+    if client.dtype.kind not in "buif":
         raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
     if client.dtype.kind == "f":
         bad = ~((np.abs(client) < 2**53) & (client == np.floor(client)))  # NaN is bad, too

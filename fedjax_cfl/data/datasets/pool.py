@@ -1,5 +1,6 @@
 """Checks of what every data set returns: a `Pool` of labelled samples."""
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -7,11 +8,14 @@ import numpy as np
 
 from fedjax_cfl.data.datasets.readers import list_names
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
 
 # a label beyond this is no label, and tables of classes should not end in a lack of memory
 MAX_CLASSES = 1_000_000
 COUNTED = -1  # of `Pool.num_classes`: the largest label + 1
+# words that stand where a number is missing
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
 # what to do with whole numbers that are negative or too large
 REMEDIES = {
     "client": ": store numpy.unique(client, return_inverse=True)[1]",
@@ -169,24 +173,58 @@ def choose_splits(
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
-    """Returns distinct names in order, those that are all digits as numbers: 10 after 2."""
+    """Returns distinct names in order, those that are all whole numbers as numbers: 10 after 2."""
     distinct = set(names)
-    if all(name.isascii() and name.isdigit() and len(name) < 1000 for name in distinct):
+    if all(re.fullmatch(r"-?[0-9]{1,999}", name) for name in distinct):
         return sorted(distinct, key=lambda name: (int(name), name))
     return sorted(distinct)
 
 
 def number_names(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Returns the distinct names in order, as `sort_names` does, and the number [N] of each."""
-    ordered = sort_names(names)
+    """Returns the distinct names, each in its one form, in order, as `sort_names` does, and the
+    number [N] of each.
+    """
+    forms = {name: clean_name(name) for name in set(names)}
+    ordered = sort_names(forms.values())
     place = {name: number for number, name in enumerate(ordered)}
-    return ordered, np.array([place[name] for name in names])
+    return ordered, np.array([place[forms[name]] for name in names], int)
+
+
+def number_words(path: str, role: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the distinct words of text or bytes [N], each in its one form, sorted, and the
+    number [N] of each. Raises InputError for words that stand for none, see `refuse_gaps`.
+    """
+    found, first = np.unique(words, return_inverse=True)
+    names, second = np.unique([clean_name(word) for word in found.tolist()], return_inverse=True)
+    refuse_gaps(path, role, names.tolist(), second[first])
+    return names, second[first]
+
+
+def refuse_gaps(path: str, role: str, words: Sequence[str], number: np.ndarray) -> None:
+    """Raises InputError for an empty word, and for one such as NA where all others are numbers;
+    among text it is a word as any other. `number` [N] is the word of each sample.
+    """
+    missing = [word for word in words if word in MISSING]
+    others = [word for word in words if word not in MISSING]
+    if missing and (missing[0] == "" or (others and all(map(_is_number, others)))):
+        sample = int((number == list(words).index(missing[0])).argmax())
+        found = f"{missing[0]} in sample {sample} and numbers in others" if missing[0] else ""
+        raise InputError(
+            f"{path}: {role} is {found or f'empty in sample {sample}'}, expected one in every row:"
+            " fill it in or leave the row out"
+        )
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def name_clients(names: Iterable[str]) -> tuple[str | int, ...]:
     """Returns the names of clients as results have them: as numbers, where all of them are."""
     names = tuple(names)
-    plain = all(len(name) < 19 and name.isascii() and name.isdigit() for name in names)
-    if plain and all(str(int(name)) == name for name in names):
-        return tuple(int(name) for name in names)
-    return names
+    plain = all(re.fullmatch(r"0|-?[1-9][0-9]{,17}", name) for name in names)
+    return tuple(map(int, names)) if plain else names

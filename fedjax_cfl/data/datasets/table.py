@@ -1,14 +1,17 @@
-"""Tables of one row a sample, whose columns the user names: CSV and Parquet."""
+"""Tables of one row a sample, whose columns the user names: of a file, or a frame of pandas."""
 
-import os
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode, stack_images
+from fedjax_cfl.data import tables
+from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, Rule, check_arguments, or_none
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 SIGN = Rule(
     "one character, or tab",
@@ -36,6 +39,51 @@ OptionalName = Annotated[str | None, or_none(NAME)]
 OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
 
 
+def from_frame(
+    table: "pandas.DataFrame | pyarrow.Table",
+    y: Names,
+    x: OptionalNames = None,
+    client: OptionalName = None,
+    split: OptionalName = None,
+    time: OptionalName = None,
+    concept: OptionalName = None,
+    number_text: bool = False,
+    num_classes: NaturalInt | None = None,
+    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    mode: Mode = "auto",
+    name: str = "table",
+) -> Pool:
+    """Returns the samples of a table, one row a sample, whose columns are named.
+
+    Args: `y` is the column of labels, numbers or text, or with `num_classes` 0 a column of numbers
+    to regress or a list of columns of labels that are 0 or 1; None: there are no labels, and they
+    are 0. `x` are those of features, None: all columns of numbers without another part; `client`
+    is whose sample a row is, numbers or text; `split` is 0 or train, 1 or test; `time` when the
+    sample came into being, whole numbers or dates; `concept` the true group of its client;
+    `number_text` numbers features of text in sorted order; `num_classes` is as in `npz`; `size`
+    and `mode` are as in `image_folder`, for a column of images; `name` is what messages call it.
+
+    Features are float32 [N, F], or of one column: lists of one length, also nested, [N, ...], of
+    which uint8 is read as x / 255; or images [N, H, W, C], as bytes of PNG, JPEG and the like.
+    Labels, clients and concepts that are not all numbers are text, numbered in sorted order, and
+    name the classes and clients; clients that are all digits sort as numbers. Of all names blanks
+    around them are left out, accents are composed, and 1.0 is 1. Dates in ISO 8601 become whole
+    seconds since the first.
+
+    Where `x` is None, row numbers, as pandas writes them, and columns without numbers are left
+    out, which is said, and a column that counts the rows or that tells y alone is refused.
+    Raises InputError for missing values, for text among numbers, with column and row, for classes
+    that differ in a sign at their end alone, unless `num_classes` counts them, and for what `npz`
+    would refuse.
+    """
+    _check(from_frame, locals())
+    from fedjax_cfl.data.datasets import frame  # with pandas, which few need
+
+    columns = frame.Columns(y, x, client, split, time, concept)
+    reading = frame.Reading(number_text, num_classes, ".", size, mode)
+    return frame.make_pool(frame.to_table(table, name), columns, reading)
+
+
 def csv(
     path: str | Path,
     y: Names,
@@ -49,40 +97,34 @@ def csv(
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
 ) -> Pool:
-    """Returns the samples of a CSV with a line of names, one row a sample, or of all *.csv of a
-    folder; plain or gzipped, in UTF-8.
+    """Returns the samples of a CSV with a line of names, or of all *.csv of a folder in order of
+    name, as `from_frame` does; plain or packed (gz, bz2, zip, xz), a file or an address.
 
-    Args: `y` is the column of labels, numbers or text, or with `num_classes` 0 a list of columns of
-    labels that are 0 or 1; `x` those of features, None: all columns of
-    numbers without another part; `client` is whose sample a row is, numbers or text; `split` is 0
-    or train, 1 or test; `time` when the sample came into being, whole numbers or dates; `concept`
-    the true group of its client; `delimiter` is between cells; `decimal` is the decimal point of
-    features and labels; `number_text` numbers features of text in sorted order; `num_classes` is
-    as in `npz`. From Python `y` may be None: there are no labels, and they are 0.
-    Features are float32 [N, F]. Labels, clients and concepts that are not all numbers are text,
-    numbered in sorted order, and name the classes and clients; clients that are all digits sort as
-    numbers. Dates in ISO 8601 become whole seconds since the first.
-    Raises InputError for missing values, for text among numbers, with column and row, and for what
-    `npz` would refuse.
+    Args: `delimiter` is between cells; `decimal` is the decimal point of features and labels; all
+    others are as in `from_frame`. Only an empty cell is a missing one. Files whose names end in
+    train and test side by side are the split, where no column is.
+    Raises InputError for a file that cannot be read, and for what `from_frame` would refuse.
     """
-    check_arguments(csv, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
-    from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
+    _check(csv, locals())
+    return read_source("csv", locals())
 
-    sign = "\t" if delimiter == "tab" else delimiter
-    if sign == decimal:
-        raise InputError(
-            f"dataset.source.delimiter={delimiter}: is decimal as well; choose another"
-        )
-    root = Path(os.path.expanduser(path))
-    table = table_pool.Table(
-        root,
-        table_files.list_shards(root, (".csv", ".csv.gz")),
-        partial(table_files.find_csv_kinds, delimiter=sign, decimal=decimal),
-        partial(table_files.read_csv, delimiter=sign),
-        decimal,
-    )
-    columns = table_pool.Columns(y, x, client, split, time, concept)
-    return table_pool.read_pool(table, columns, number_text, num_classes)
+
+def jsonl(
+    path: str | Path,
+    y: Names,
+    x: OptionalNames = None,
+    client: OptionalName = None,
+    split: OptionalName = None,
+    time: OptionalName = None,
+    concept: OptionalName = None,
+    number_text: bool = False,
+    num_classes: NaturalInt | None = None,
+) -> Pool:
+    """Returns the samples of a file with a JSON object in each line, or of all *.jsonl of a
+    folder, as `csv` does. Raises InputError for what `csv` would refuse.
+    """
+    _check(jsonl, locals())
+    return read_source("jsonl", locals())
 
 
 def parquet(
@@ -98,26 +140,47 @@ def parquet(
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
 ) -> Pool:
-    """Returns the samples of a Parquet file, one row a sample, or of all *.parquet of a folder in
-    order of name.
+    """Returns the samples of a Parquet file, or of all *.parquet of a folder in order of name, as
+    `from_frame` does; folders KEY=VALUE are a column of that name.
 
-    Args: `size` and `mode` are as in `image_folder`, for a column of images; all others are as in
-    `csv`.
-    Features are float32 [N, F], or of one column: lists of one length, also nested, [N, ...], of
-    which uint8 is read as x / 255; or images [N, H, W, C], as bytes of PNG, JPEG and the like.
-    Types that extensions of Arrow add are not used, only their storage.
-    Raises InputError for what `csv` and `image_folder` would refuse.
+    Raises InputError for a file that cannot be read, for files whose columns have types that do
+    not fit together, and for what `from_frame` would refuse.
     """
-    check_arguments(parquet, {**locals(), "y": "no labels" if y is None else y}, "dataset.source")
-    from fedjax_cfl.data.datasets import table_files, table_pool  # with pyarrow, which few need
+    _check(parquet, locals())
+    return read_source("parquet", locals())
 
-    root = Path(os.path.expanduser(path))
-    table = table_pool.Table(
-        root,
-        table_files.list_shards(root, (".parquet",)),
-        table_files.find_parquet_kinds,
-        table_files.read_parquet,
-    )
-    images = partial(stack_images, str(path), size=size, mode=mode)
-    columns = table_pool.Columns(y, x, client, split, time, concept)
-    return table_pool.read_pool(table, columns, number_text, num_classes, images)
+
+def _check(reader: Any, given: dict[str, Any]) -> None:
+    y = "no labels" if given["y"] is None else given["y"]
+    check_arguments(reader, {**given, "y": y}, "dataset.source")
+
+
+def read_source(
+    kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any], trained: tuple[str, ...] = ()
+) -> Pool:
+    """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`.
+
+    Args: `trained` are the features of the run that the samples are for, () of none: they are
+    taken by name. Raises InputError for files that lack one of them, or have others.
+    """
+    from fedjax_cfl.data.datasets import frame
+
+    columns = frame.Columns(*(source[role] for role in frame.Columns._fields))
+    names = ("number_text", "num_classes", "decimal", "size", "mode")
+    reading = frame.Reading(**{name: source[name] for name in names if name in source})
+    if kind == "csv":
+        sign = "\t" if source["delimiter"] == "tab" else source["delimiter"]
+        if sign == source["decimal"]:
+            raise InputError(
+                f"dataset.source.delimiter={source['delimiter']}: is decimal as well; choose"
+                " another"
+            )
+        text = [columns.client, columns.split, columns.time, columns.concept]
+        text += [columns.y] if reading.num_classes != 0 else []
+        table = tables.read_csv(source["path"], sign, source["decimal"], list(map(str, text)))
+    else:
+        read = tables.read_jsonl if kind == "jsonl" else tables.read_parquet
+        table = read(source["path"])
+    if trained:
+        columns = columns._replace(x=frame.match_columns(table, columns, trained))
+    return frame.make_pool(table, columns, reading)

@@ -6,7 +6,6 @@ that an Arrow extension adds to a file only the plain storage is read.
 """
 
 import io
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +18,8 @@ import pyarrow.json
 import pyarrow.parquet
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
-from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import (
     line_of,
-    list_folder,
     open_unpacked,
     report_damage,
     shorten,
@@ -38,20 +34,6 @@ LIST_ROWS = 256  # of lists or images, read at once
 PARQUET = "a complete Parquet file"  # what is expected of one
 # what a cell of numbers has where a number is missing
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
-
-
-def list_shards(path: Path, endings: tuple[str, ...]) -> list[Path]:
-    """Returns the files of a folder that end so, in order of name, those of digits as numbers; or
-    the file itself. Raises InputError for a folder without any.
-    """
-    if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
-        return [path]
-    names = [name for name in list_folder(path) if name[0] not in "._"]
-    stems = {name.partition(".")[0]: name for name in names if name.endswith(endings)}
-    if not stems:
-        refuse_pickles_in(path)
-        raise InputError(f"{path}: folder holds no *{' or *'.join(endings)}, expected such files")
-    return [path / stems[stem] for stem in sort_names(stems)]
 
 
 def check_columns(path: Path, names: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The pool of a table: which columns are read, and what they make together."""
+"""The pool of a table of Hugging Face or of images' metadata: its columns, made one pool."""
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -20,25 +20,10 @@ from fedjax_cfl.data.datasets.table_cells import (
     read_times,
 )
 from fedjax_cfl.data.datasets.table_files import MISSING, Kind, is_text, parse_numbers
-from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 
-ROLES = ("y", "client", "split", "time", "concept")
 SPLITS = {"train": 0, "training": 0, "test": 1, "testing": 1, "0": 0, "1": 1}
-INDEX = ("", "__index_level_0__", "Unnamed: 0")  # row numbers, as pandas writes them
-MOST_LISTED = 9  # names in a message
-
-
-class Columns(NamedTuple):
-    """Which column of a table is what, see `csv`; columns without a part are not read."""
-
-    # None: the table has no labels, and they are 0; several: each is a label that is 0 or 1
-    y: list[str] | str | None
-    x: list[str] | str | None = None
-    client: str | None = None
-    split: str | None = None
-    time: str | None = None
-    concept: str | None = None
 
 
 class Table(NamedTuple):
@@ -50,98 +35,6 @@ class Table(NamedTuple):
     read: Callable[[Path, list[str]], Iterator[pa.RecordBatch]]
     decimal: str = "."
     trim: bool = True  # of text: spaces around it are left out
-
-
-def read_pool(
-    table: Table,
-    columns: Columns,
-    number_text: bool,
-    num_classes: int | None,
-    stack: Callable[..., np.ndarray] | None = None,
-) -> Pool:
-    """Returns the checked pool of a table.
-
-    Args: `columns`, `number_text` and `num_classes` are as in `csv`; `stack` makes an array of
-    images, where they are read.
-    """
-    path, kinds = str(table.path), table.find_kinds(table.shards[0])
-    several = [str(name) for name in columns.y] if isinstance(columns.y, list | tuple) else []
-    if several and num_classes != 0:
-        raise InputError(
-            f"{path}: y={several} are several columns, expected one; of labels that are 0 or 1 use"
-            " task=multilabel, in Python num_classes=0"
-        )
-    named = columns._asdict() | ({"y": None} if several else {})
-    roles = {role: str(named[role]) for role in ROLES if named[role] is not None}
-    roles |= {f"y[{place}]": name for place, name in enumerate(several)}
-    features = _choose_features(path, kinds, columns, roles, number_text)
-    with_images = kinds[features[0]] == "images"
-    texts = {name for name in features if number_text and kinds[name] == "text"}
-    targets = {name for role, name in roles.items() if role[0] == "y"} if num_classes == 0 else ()
-    found = read_columns(table, roles, [] if with_images else features, texts, targets)
-    parts = {role: found[name] for role, name in roles.items()}
-    if several:
-        parts["y"] = _stack_features([parts.pop(f"y[{place}]") for place in range(len(several))])
-    if with_images and stack:
-        one = next(iter(roles.values()), features[0])  # a column with as many rows
-        batches = (batch for shard in table.shards for batch in table.read(shard, [one]))
-        x = stack(iterate_images(table, features[0]), sum(map(len, batches)))
-    else:
-        x = _stack_features([found[name] for name in features])
-    return assemble_pool(path, x, parts, num_classes)
-
-
-def _choose_features(
-    path: str, kinds: dict[str, Kind], columns: Columns, roles: dict[str, str], number_text: bool
-) -> list[str]:
-    """Returns the columns of features. Raises InputError for columns that are not there, that
-    have two parts, or that hold no features.
-    """
-    given = columns.x if isinstance(columns.x, list | tuple | None) else [columns.x]
-    named = [*roles.items(), *(("x", str(name)) for name in given or ())]
-    for role, name in named:
-        if name not in kinds:
-            few = ", ".join(shorten(other) for other in list(kinds)[:MOST_LISTED])
-            hint = ": is it the delimiter?" if len(kinds) == 1 else suggest_nearest(name, kinds)
-            raise InputError(f"{path}: {role}={name} is not there, expected one of {few}{hint}")
-        if [other for _, other in named].count(name) > 1:
-            twice = ", ".join(other for other, same in named if same == name)
-            raise InputError(f"{path}: column {name} is {twice}, expected one part each")
-    allowed = ("numbers", "text") if number_text else ("numbers",)
-    if given is None:
-        rest = [name for name in kinds if name not in roles.values() and name not in INDEX]
-        features = [name for name in rest if kinds[name] in allowed]
-        whole = [name for name in rest if kinds[name] in ("lists", "images")]
-        if whole and (features or len(whole) > 1):
-            raise InputError(
-                f"{path}: columns {', '.join([*whole, *features][:MOST_LISTED])} could be the"
-                " features, expected x=NAME or a list of names"
-            )
-        if left := [name for name in rest if name not in features + whole]:
-            warn_of_file(
-                f"{path}: columns {', '.join(map(shorten, left[:MOST_LISTED]))} hold no numbers and"
-                " are not used; name the features in x, or set number_text=true"
-            )
-        given = features or whole
-    features = [str(name) for name in given]
-    if not features:
-        raise InputError(f"{path}: no column of features is left, expected some: name x")
-    _check_features(path, {name: kinds[name] for name in features}, allowed)
-    return features
-
-
-def _check_features(path: str, kinds: dict[str, Kind], allowed: tuple[str, ...]) -> None:
-    for name, kind in kinds.items():
-        if kind in ("lists", "images") and len(kinds) > 1:
-            raise InputError(
-                f"{path}: column {name} holds {kind}, expected it as the only one of x"
-            )
-        if kind == "dates":
-            raise InputError(f"{path}: column {name} holds dates, expected numbers: name it time")
-        if kind not in (*allowed, "text", "lists", "images"):
-            raise InputError(
-                f"{path}: column {name} holds {kind}, expected numbers, lists or bytes of images"
-            )
 
 
 def read_columns(
@@ -205,13 +98,6 @@ def iterate_images(table: Table, name: str) -> Iterator[tuple[str, bytes]]:
                     )
                 yield place, content
                 row += 1
-
-
-def _stack_features(columns: list[np.ndarray | Words]) -> np.ndarray:
-    if len(columns) == 1 and isinstance(columns[0], np.ndarray) and columns[0].ndim > 1:
-        return columns[0]
-    numbers = [column.number if isinstance(column, Words) else column for column in columns]
-    return np.stack(numbers, axis=1, dtype=np.float32)
 
 
 def assemble_pool(
