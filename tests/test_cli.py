@@ -386,7 +386,7 @@ def options(group: str) -> list[str]:
 
 
 # with partitions and models of their own, with a path and columns to give, and without
-COMPOSED = ("csv", "digits", "sent140", "tff_hdf5")
+COMPOSED = ("csv", "digits", "sent140", "npz")
 
 
 @pytest.mark.parametrize("dataset", others_nightly(options("dataset"), COMPOSED))

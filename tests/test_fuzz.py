@@ -9,7 +9,6 @@ import gzip
 import io
 import json
 import os
-import sqlite3
 import zipfile
 
 import numpy as np
@@ -25,7 +24,6 @@ from fedjax_cfl.cli.main import COMMANDS, parse_flags
 from fedjax_cfl.cli.names import check_names, default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
 from fedjax_cfl.data.datasets.arrow_files import read_batches
-from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.table_pool import Table, read_columns
 from fedjax_cfl.errors import InputError
@@ -72,18 +70,6 @@ def arrow_table(as_parquet):
     return out.getvalue()
 
 
-def database():
-    """Returns the bytes of an SQLite file as TensorFlow Federated has them."""
-    numbers = b"".join(
-        b"\n\x0e\n\x05%b\x12\x05\x1a\x03\n\x01\x02" % n for n in (b"label", b"image")
-    )
-    with sqlite3.connect(":memory:") as made:
-        made.execute("CREATE TABLE examples (split_name, client_id, serialized_example_proto)")
-        rows = [("train", name, b"\n" + bytes([len(numbers)]) + numbers) for name in "abc"]
-        made.executemany("INSERT INTO examples VALUES (?, ?, ?)", rows)
-        return made.serialize()
-
-
 def read_table(path):
     """Reads all that `huggingface` would read of a file."""
     table = Table(path, [path], lambda path: {}, read_batches, trim=False)
@@ -108,7 +94,6 @@ READ = {
     "plain parquet": (lambda path: parquet(path, **PARTS), table("none", False)),
     "arrow": (read_table, arrow_table(False)),
     "hub parquet": (read_table, arrow_table(True)),
-    "sqlite": (federated_sqlite, database()),
 }
 
 

@@ -21,6 +21,11 @@ from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.validation import flatten_settings
 
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
+# readers of former versions, and what to do instead
+CONVERTED = (
+    "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
+)
+REMOVED = {"dataset": {"tff_hdf5": CONVERTED, "federated_sqlite": CONVERTED}}
 # what the members of a grid may differ in, see `sweep`: numbers that all methods which have them
 # only compute with
 GRID_SETTINGS = (
@@ -232,6 +237,8 @@ def check_options(asked: list[Override]) -> list[Override]:
         several = value if name in SEVERAL and isinstance(value, list) else None
         text = text_of(override).partition("=")[2].strip("'\"")
         for option in [text] if several is None else map(str, several):
+            if option in REMOVED.get(name, ()):
+                raise InputError(f"{name}={option}: {REMOVED[name][option]}")
             if option not in groups[name]:
                 raise InputError(
                     f"{name}={option}: unknown {name}{suggest_options(option, groups[name])}"

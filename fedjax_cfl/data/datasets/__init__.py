@@ -6,7 +6,6 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.drifting import circle, sea, sine
 from fedjax_cfl.data.datasets.elec2 import elec2
-from fedjax_cfl.data.datasets.federated_sqlite import federated_sqlite
 from fedjax_cfl.data.datasets.files import from_arrays, leaf, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.image_folder import image_folder
@@ -24,11 +23,10 @@ from fedjax_cfl.data.datasets.shakespeare import shakespeare
 from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.table import csv, from_frame, jsonl, parquet
-from fedjax_cfl.data.datasets.tff import tff_hdf5
 
 __all__ = [
     "celeba", "cifar10", "cifar100", "circle", "csv", "digits", "elec2", "fashion_mnist",
-    "federated_sqlite", "femnist", "from_arrays", "from_frame", "huggingface", "image_folder",
+    "femnist", "from_arrays", "from_frame", "huggingface", "image_folder",
     "jsonl", "leaf", "mnist", "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist",
-    "sea", "sent140", "shakespeare", "sine", "speech_commands", "synthetic", "tff_hdf5",
+    "sea", "sent140", "shakespeare", "sine", "speech_commands", "synthetic",
 ]  # fmt: skip
