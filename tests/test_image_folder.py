@@ -277,14 +277,6 @@ BAD = {
     "too deep": ({"a/b/c/d/1.png": A}, "'a/b/c/d' is 4 folders deep, expected at most 3"),
     "an empty class": ({"a/1.png": A, "b": None}, "class 'b' has no images"),
     "nothing": ({"a": None}, "folder holds no images"),
-    "pickled CIFAR-10": (
-        {"data_batch_1": b"\x80\x02}q\x00.", "test_batch": b""},
-        "data_batch_1: is a pickle and is not opened, expected cifar-10-binary.tar.gz, the same"
-        " images as data_batch_1.bin",
-    ),
-    "PyTorch": (
-        {"a/data.pt": b"PK"}, 'numpy.save("data.npy", torch.load("data.pt").numpy())',
-    ),
     "a pickle as image": ({"a/1.png": b"\x80\x04."}, "1.png: is a pickle and is not opened"),
 }  # fmt: skip
 

@@ -67,28 +67,6 @@ def test_npz(tmp_path):
     np.testing.assert_array_equal(arrays["x"], IMAGES)
 
 
-def test_bad_npz(tmp_path):
-    np.savez(tmp_path / "good.npz", x=IMAGES)
-    np.savez(tmp_path / "object.npz", x=np.array([{"a": 1}, None], dtype=object))
-    np.save(tmp_path / "single.npy", IMAGES)
-    whole = (tmp_path / "good.npz").read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[:-30])
-    (tmp_path / "flip.npz").write_bytes(whole.replace(IMAGES.tobytes(), IMAGES[::-1].tobytes()))
-    (tmp_path / "text.npz").write_text("x,y\n1,2\n")
-    (tmp_path / "empty.npz").write_bytes(b"")
-    for name, says in {
-        "absent.npz": "cannot be read",
-        "object.npz": "'x' cannot be read",
-        "single.npy": "single array",
-        "cut.npz": "cannot be read",
-        "flip.npz": "'x' cannot be read",
-        "text.npz": "not an npz",
-        "empty.npz": "cannot be read",
-    }.items():
-        fails(says, tmp_path / name, read_npz, tmp_path / name, ("x",))
-    fails("'y' is missing", tmp_path / "good.npz", read_npz, tmp_path / "good.npz", ("x", "y"))
-
-
 def test_leaf_file_folder_and_order(tmp_path):
     (tmp_path / "1.json").write_text(json.dumps(leaf(b=([[1.0, 2], [3, 4]], [0, 1]))))
     (tmp_path / "2.json.gz").write_bytes(

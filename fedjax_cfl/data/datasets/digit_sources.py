@@ -10,7 +10,6 @@ import numpy as np
 
 from fedjax_cfl.data.datasets import images, readers
 from fedjax_cfl.data.datasets.download import locate, missing_data_error, require
-from fedjax_cfl.data.datasets.hdf5 import read_hdf5
 from fedjax_cfl.data.datasets.pool import check_pool, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -71,7 +70,7 @@ def _mnist(offline: bool) -> Source:
 def _usps() -> Source:
     (path,) = require("usps", USPS)
     names = [f"{side}/{array}" for side in ("train", "test") for array in ("data", "target")]
-    arrays = read_hdf5(path, names)
+    arrays = readers.read_hdf5(path, names)
     for side in ("train", "test"):
         x, y = arrays[f"{side}/data"], arrays[f"{side}/target"]
         if x.ndim != 2 or x.shape[1] != 256 or y.shape != x.shape[:1]:

@@ -1,14 +1,12 @@
 """The user's own arrays: an .npz, a folder of .npy (memory-mapped), LEAF's JSON, or from Python."""
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_cfl.data.datasets import leaf_json, readers
-from fedjax_cfl.data.datasets.pickles import refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import (
     COUNTED,
     MAX_CLASSES,
@@ -41,10 +39,7 @@ def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     `time` is when a sample came into being, a whole number in any unit.
     Raises InputError for anything else.
     """
-    file = Path(os.path.expanduser(path))
-    if os.path.isdir(file):
-        refuse_pickles_in(file)
-    arrays = readers.read_npz(file, ("x", "y"), OPTIONAL)
+    arrays = readers.read_npz(os.path.expanduser(path), ("x", "y"), OPTIONAL)
     return build_pool(str(path), arrays, num_classes)
 
 
@@ -111,11 +106,15 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     would refuse, and for an x of another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
-    if not os.path.lexists(folder / "x.npy"):
-        refuse_pickles_in(folder)
+    names = readers.list_folder(folder, "a folder with x.npy and y.npy")
+    if not {"x.npy", "y.npy"} <= set(names):
+        raise InputError(
+            f"{folder}: has no x.npy or no y.npy, expected both; found"
+            f" {readers.list_names(names) or 'none'}: rename them, or use numpy.save"
+        )
     arrays = {name: _map_array(folder / f"{name}.npy") for name in ("x", "y")}
     for name in OPTIONAL:
-        if os.path.lexists(folder / f"{name}.npy"):  # a dangling link is there, and is refused
+        if f"{name}.npy" in names:
             arrays[name] = _map_array(folder / f"{name}.npy")
     x, y = arrays["x"], arrays["y"]
     if x.dtype not in (np.uint8, np.float32) or not x.dtype.isnative:
@@ -214,17 +213,9 @@ def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
 
 
 def _map_array(path: Path) -> np.ndarray:
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
-            raise OSError("not a regular file")
+    readers.check_file(path, b"\x93NUMPY")
+    with readers.report_damage(path, f"what numpy.save writes: {readers.PLAIN}"):
         return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-    except (OSError, ValueError, EOFError) as error:
-        reason = " ".join((getattr(error, "strerror", None) or str(error)).split())
-        if "Python objects" in reason:
-            reason = f"its type is object; {readers.NO_OBJECTS}"
-        raise InputError(
-            f"{path}: file cannot be read ({reason}), expected an array as numpy.save writes it"
-        ) from None
 
 
 def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:

@@ -12,7 +12,6 @@ import numpy as np
 
 from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
-from fedjax_cfl.data.datasets.pickles import is_pickle, refuse_pickle, refuse_pickles_in
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
 from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
 from fedjax_cfl.data.datasets.table import OptionalName
@@ -126,10 +125,6 @@ def _list_root(root: Path) -> Found:
     found = Found([], [], [])
     _walk(root, (), found)
     if not found.images:
-        refuse_pickles_in(root)
-        for other in found.others:
-            if is_pickle(other[-1], b""):
-                raise refuse_pickle(root.joinpath(*other))
         raise InputError(
             f"{root}: folder holds no images, expected files of {', '.join(SUFFIXES)} in a folder"
             " for each class"

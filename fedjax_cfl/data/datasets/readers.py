@@ -1,8 +1,8 @@
-"""Readers of IDX (MNIST) and npz; LEAF JSON is read by `leaf_json`.
+"""Readers of plain and gzipped bytes, IDX (MNIST), npz and HDF5; LEAF JSON is read by `leaf_json`,
+tables by pandas.
 
-A malformed file raises an `InputError` of one line: the file, the field, what is
-expected. Nothing in a file is ever executed or written, and no size is believed: memory
-is taken only for what the file on disk can hold, unpacked at most
+A file that cannot be read raises an `InputError` of one line: the file, what is wrong and what to
+do. Nothing in a file is ever unpickled, and what is gzipped is unpacked to at most
 `MAX_UNPACKED_BYTES`.
 """
 
@@ -16,50 +16,75 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.pickles import PFLLIB, is_pickle, refuse_pickle
 from fedjax_cfl.errors import InputError
 
 PathLike = str | Path
 Unpacked = io.BufferedReader | gzip.GzipFile
-# of an array out of a packed file, of any IDX array, and of the Python objects of a JSON file
+# of a gzipped file, of any IDX array, and of the Python objects of a JSON file
 MAX_UNPACKED_BYTES = 2**31
-MAX_GZIP_RATIO = 1032  # deflate packs at most so much into one byte
 READ_BYTES = 2**20  # bytes read at once
-NO_OBJECTS = "arrays of objects are never read: store x.astype(numpy.float32), y.astype(str)"
+PLAIN = (
+    "arrays of numbers or text; of objects, which are pickles and never read, store"
+    " x.astype(numpy.float32), y.astype(str)"
+)
+PICKLES = (".pkl", ".pickle", ".pck", ".p", ".joblib", ".pt", ".pth")
+SAVE = 'numpy.savez("{stem}.npz", x=x, y=y, client=client)'
+PICKLE = f"is a pickle and is not opened, expected an .npz: {SAVE}, where it was made"
+# how files of other kinds begin, and what is said of them
+KINDS = {
+    **dict.fromkeys((b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), PICKLE),
+    b"PK\3\4": "is a zip archive, or a file such as .xlsx, expected what is in it: unpack it",
+    b"BZh": "is packed by bzip2, expected it unpacked: bunzip2 -k {name}",
+    b"\xfd7zXZ": "is packed by xz, expected it unpacked: xz -dk {name}",
+    b"\x89HDF": f"is an HDF5 file, expected an .npz of its arrays: {SAVE}",
+    b"\x93NUMPY": f"is a single array, expected an .npz: {SAVE}; or a folder, for dataset=npy",
+}
 
 
-@contextlib.contextmanager
-def open_unpacked(path: Path) -> Iterator[tuple[Unpacked, int]]:
-    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed
-    file is read too), and the most bytes it can hold.
+def check_file(path: PathLike, own: bytes | None = None) -> None:
+    """Raises InputError for what is no regular file, and says what to do with a file of another
+    kind; `own` is how files of the caller's kind begin.
     """
+    name = os.path.basename(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would never answer, a device never end
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would never answer, a device never end
             raise OSError("not a regular file")
-        with path.open("rb") as file:
-            size, start = os.fstat(file.fileno()).st_size, file.peek(2)[:2]
-            if is_pickle(path.name, start):
-                raise refuse_pickle(path)
-            if start == b"\x1f\x8b":
-                yield gzip.GzipFile(fileobj=file), min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES)
-            else:
-                yield file, min(size, MAX_UNPACKED_BYTES)
-    except InputError:
-        raise
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise InputError(
-            f"{path}: gzip stream is truncated or damaged ({line_of(error)}), expected a complete"
-            " .gz file"
-        ) from error
-    except (OSError, ValueError, MemoryError) as error:
+        with open(path, "rb") as file:
+            start = file.read(8)
+    except (OSError, ValueError) as error:
         # a ValueError is for a name that is none, such as one with a zero byte
         named = path if isinstance(error, OSError) else repr(str(path))
         raise InputError(
             f"{named}: file cannot be read ({line_of(error)}), expected a readable file"
+        ) from error
+    said = next((KINDS[kind] for kind in KINDS if kind != own and start.startswith(kind)), "")
+    if name.lower().endswith(PICKLES):
+        said = PICKLE
+    elif name.lower().endswith((".tar", ".tar.gz", ".tgz")):
+        said = "is an archive, expected what is in it: tar xf {name}"
+    if said:
+        raise InputError(f"{path}: {said.format(name=name, stem=name.partition('.')[0])}")
+
+
+@contextlib.contextmanager
+def open_unpacked(path: PathLike) -> Iterator[tuple[Unpacked, int]]:
+    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed
+    file is read too), and the most bytes it can hold.
+    """
+    check_file(path)
+    try:
+        with open(path, "rb") as file:
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                yield gzip.GzipFile(fileobj=file), MAX_UNPACKED_BYTES
+            else:
+                yield file, min(os.fstat(file.fileno()).st_size, MAX_UNPACKED_BYTES)
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
+        raise InputError(
+            f"{path}: file cannot be read ({line_of(error)}), expected a complete file, gzipped or"
+            " not"
         ) from error
 
 
@@ -93,8 +118,8 @@ def read_at_most(file: Unpacked, most: int) -> bytearray:
 def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of files, one after another."""
     for path in paths:
-        with open_unpacked(path) as (file, most):
-            yield str(path), bytes(read_at_most(file, most))
+        check_file(path)
+        yield str(path), path.read_bytes()
 
 
 def read_idx(path: PathLike) -> np.ndarray:
@@ -142,102 +167,52 @@ def read_npz(
     path: PathLike, required: Iterable[str], optional: Iterable[str] = ()
 ) -> dict[str, np.ndarray]:
     """Returns the named arrays of an npz file; optional ones that are absent are left
-    out, others are not read.
+    out, others are not read. Raises InputError for a file that cannot be read, for a
+    required array that is not there, and for arrays of objects.
     """
-    path = Path(path)
-    required, optional = tuple(required), tuple(optional)
-    with open_unpacked(path) as (file, _):
-        start, size = file.peek(6)[:6], path.stat().st_size
-        if start == b"\x93NUMPY":
-            raise InputError(
-                f"{path}: file is a single array, expected an npz archive with"
-                f" {', '.join(required)}"
-            )
-        if isinstance(file, gzip.GzipFile) or (start and start[:2] != b"PK"):
-            raise InputError(
-                f"{path}: file is not an npz archive, expected one with {', '.join(required)}"
-            )
-        with report_damage(path, "a complete npz archive"):
-            archive = zipfile.ZipFile(file)
-        with archive:
-            names = [info.filename.removesuffix(".npy") for info in archive.infolist()]
-            if any(name.endswith("/data.pkl") for name in names):  # as torch.save packs it
-                raise refuse_pickle(path, torch=True)
-            if names == ["data"] and _holds_objects(archive):
-                raise InputError(f"{path}: data.npy is {PFLLIB}")
-            for name in required:
-                if name not in names:
-                    found = ", ".join(shorten(name) for name in names[:9]) or "none"
-                    raise InputError(
-                        f"{path}: array {name!r} is missing, expected {', '.join(required)}; found"
-                        f" {found}"
-                    )
-            return {
-                name: _member(path, archive, name, size)
-                for name in required + optional
-                if name in names
-            }
+    required = tuple(required)
+    check_file(path, b"PK\3\4")
+    if not zipfile.is_zipfile(path):
+        raise InputError(
+            f"{path}: file is not a complete npz archive, expected one as numpy.savez writes it,"
+            f" with {', '.join(required)}"
+        )
+    with (
+        report_damage(path, f"an npz archive with {', '.join(required)}"),
+        np.load(path, allow_pickle=False) as archive,
+    ):
+        for name in required:
+            if name not in archive.files:
+                raise InputError(
+                    f"{path}: array {name!r} is missing, expected {', '.join(required)}; found"
+                    f" {list_names(archive.files) or 'none'}: store them so, by numpy.savez"
+                )
+        arrays = {}
+        for name in (*required, *optional):
+            if name in archive.files:
+                with report_damage(path, PLAIN, f"array {name!r}"):
+                    arrays[name] = archive[name]
+                    if not isinstance(arrays[name], np.ndarray):  # bytes of some other file
+                        raise ValueError("it is no array")
+        return arrays
 
 
-def _member(path: Path, archive: zipfile.ZipFile, name: str, size: int) -> np.ndarray:
-    infos = [info for info in archive.infolist() if info.filename in (name, f"{name}.npy")]
-    if len(infos) > 1:
-        raise InputError(f"{path}: array {name!r} is there {len(infos)} times, expected each once")
-    (info,) = infos
-    # a damaged member, or a header made to confuse NumPy's parser, raises many kinds
-    with report_damage(path, "a plain array of numbers or strings", f"array {name!r}"):
-        # the others take memory as the file tells them to
-        if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(
-                f"its compression is method {info.compress_type}, not stored or deflated"
-            )
-        with archive.open(info) as member:
-            dtype, nbytes, start = _header(member)
-        if dtype.kind == "O":
-            raise ValueError(f"its type is object; {NO_OBJECTS}")
-        packed = info.compress_type == zipfile.ZIP_DEFLATED
-        if packed and nbytes > MAX_UNPACKED_BYTES:
-            raise ValueError(
-                f"its header asks for {nbytes} bytes, more than {MAX_UNPACKED_BYTES} must be stored"
-                " uncompressed, by numpy.savez"
-            )
-        most = min(MAX_GZIP_RATIO * size, MAX_UNPACKED_BYTES) if packed else size
-        if start + nbytes != info.file_size or nbytes > most:
-            held = min(max(info.file_size - start, 0), most)
-            raise ValueError(f"its header asks for {nbytes} bytes, {held} or less are there")
-        if dtype.names is not None or dtype.kind not in "buifcSUMm" or dtype.itemsize == 0:
-            raise ValueError(f"its type is {shorten(str(dtype))}")
-        with archive.open(info) as member:
-            array = np.lib.format.read_array(member, allow_pickle=False)
-            if member.read(1):  # none is left; at the end the checksum is compared
-                raise ValueError("it has more data than its shape")
-        return array
-
-
-def _holds_objects(archive: zipfile.ZipFile) -> bool:
-    """Returns whether the only member of an open archive is an array of objects."""
+def read_hdf5(path: PathLike, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Returns the named arrays, such as "train/data", of an HDF5 file. Raises InputError if h5py
+    is missing, and for a file that cannot be read or lacks an array.
+    """
+    names = tuple(names)
     try:
-        with archive.open(archive.infolist()[0]) as member:
-            return _header(member)[0].kind == "O"
-    except Exception:  # a damaged member raises many kinds; it is refused when it is read
-        return False
-
-
-def _header(member: IO[bytes]) -> tuple[np.dtype, int, int]:
-    """Returns the type of a .npy array, its size in bytes as the header claims, and
-    where the data start.
-    """
-    readers = {
-        (1, 0): np.lib.format.read_array_header_1_0,
-        (2, 0): np.lib.format.read_array_header_2_0,
-    }
-    version = np.lib.format.read_magic(member)
-    if version not in readers:
-        raise ValueError(f"its format is {version[0]}.{version[1]}, not 1.0 or 2.0")
-    shape, _, dtype = readers[version](member)
-    if any(isinstance(n, bool) or n < 0 for n in shape):
-        raise ValueError(f"its shape is {shorten(shape)}")
-    return dtype, math.prod(shape) * dtype.itemsize, member.tell()
+        import h5py  # no dependency: one data set needs it
+    except ImportError:
+        raise InputError(
+            f"{path}: h5py is not installed, expected it for HDF5 files: pip install"
+            " 'fedjax-cfl[hdf5]'"
+        ) from None
+    check_file(path, b"\x89HDF")
+    with report_damage(path, f"an HDF5 file with arrays {', '.join(names)}"):
+        with h5py.File(path, "r") as file:
+            return {name: np.asarray(file[name]) for name in names}
 
 
 def shorten(value: object) -> str:
