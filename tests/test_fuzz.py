@@ -23,9 +23,7 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, parse_flags
 from fedjax_cfl.cli.names import check_names, default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
-from fedjax_cfl.data.datasets.arrow_files import read_batches
 from fedjax_cfl.data.datasets.files import leaf
-from fedjax_cfl.data.datasets.table_pool import Table, read_columns
 from fedjax_cfl.errors import InputError
 
 # of each test of a reader, and of the one of command lines, which is slower
@@ -59,23 +57,6 @@ def table(compression, use_dictionary):
 PARTS = dict(y="y", x="a", client="c", time="t")
 
 
-def arrow_table(as_parquet):
-    """Returns the bytes of an Arrow stream, or of a Parquet file, of lists, numbers and text."""
-    out, rows = io.BytesIO(), {"x": [[1.5, 2], [3, 4]] * 9, "y": [0, 1] * 9, "c": ["a", "bc"] * 9}
-    if as_parquet:
-        pyarrow.parquet.write_table(pa.table(rows), out)
-        return out.getvalue()
-    with pa.ipc.new_stream(out, pa.table(rows).schema) as stream:
-        stream.write_table(pa.table(rows))
-    return out.getvalue()
-
-
-def read_table(path):
-    """Reads all that `huggingface` would read of a file."""
-    table = Table(path, [path], lambda path: {}, read_batches, trim=False)
-    read_columns(table, {"y": "y", "client": "c"}, ["x"], set())
-
-
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])
 USER = {"x": [[1.5, 2, 3], [4, 5, 6]], "y": [0, 1]}
 SHARD = json.dumps(
@@ -92,8 +73,6 @@ READ = {
     "csv": (lambda path: csv(path, **PARTS), b"a,y,c,t\n1.5,u,7,2020-01-01\n2,v,8,2020-01-02\n"),
     "parquet": (lambda path: parquet(path, **PARTS), table("snappy", True)),
     "plain parquet": (lambda path: parquet(path, **PARTS), table("none", False)),
-    "arrow": (read_table, arrow_table(False)),
-    "hub parquet": (read_table, arrow_table(True)),
 }
 
 

@@ -58,6 +58,7 @@ COMMON = ("task", "local", "system")
 # what users call with keywords, each for a setting of its own
 WIDE = {"library.run", "clustering.clustered.clustered", "algorithms.ifca.ifca.ifca"}
 WIDE |= {f"data.datasets.table.{name}" for name in ("csv", "from_frame", "jsonl", "parquet")}
+WIDE |= {"data.datasets.huggingface.huggingface"}
 
 
 class Function(NamedTuple):

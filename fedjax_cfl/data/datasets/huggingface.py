@@ -1,13 +1,14 @@
-"""Data sets of Hugging Face on the disk, without its package: see `huggingface`."""
+"""Data sets of Hugging Face, read by its package `datasets`: see `huggingface`."""
 
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
-from fedjax_cfl.data.datasets.huggingface_folder import Part, find_parts
+from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
 from fedjax_cfl.data.datasets.pool import choose_splits
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.data.datasets.readers import list_names, report_damage
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import (
     TEXT,
@@ -23,6 +24,12 @@ ONE_OR_MORE = Rule(
     "null, the name of a column, or a list of names",
     lambda value: value is None or TEXT.holds(value) or (each(TEXT).holds(value) and bool(value)),
 )
+# columns that name the user, in well-known data sets
+USERS = (
+    "writer_id", "user_id", "client_id", "user", "character_id", "celeb_id", "speaker_id", "subject"
+)  # fmt: skip
+PARTITION = re.compile(r"partition_(\d+)(\.parquet)?")
+OWNER, TESTS = "partition of a row", "split of a row"  # columns that are added
 
 
 def huggingface(
@@ -34,59 +41,176 @@ def huggingface(
     split: OptionalText = None,
     splits: OptionalTexts = None,
     num_classes: NaturalInt | None = None,
+    config: OptionalText = None,
+    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    mode: Mode = "auto",
 ) -> Pool:
-    """Returns a data set in a folder: as `Dataset.save_to_disk` or `DatasetDict.save_to_disk`
-    writes it, Parquet files of the hub, or folders partition_0, partition_1, ... of either.
+    """Returns a data set of the hub, or of a folder: what `Dataset.save_to_disk` or
+    `DatasetDict.save_to_disk` writes, files as the hub has them, or folders partition_0,
+    partition_1, ... of either. Needs the extra `huggingface`.
 
     Images become uint8 [N, H, W] or [N, H, W, 3], those of 16 bits float32 [N, H, W]; arrays and
     lists of equal lengths are taken as they are, and as in `npz` uint8 is read as x / 255. Class
-    labels keep their numbers and names; text is numbered in sorted order. The package `datasets`
-    is not needed; nothing is executed, and no path in a column is followed.
+    labels keep their numbers and names; other columns are read as `from_frame` reads them.
 
-    Args: `path` is the folder; `x` is the column of samples, or a list of columns of numbers,
-    None: the only one of images, else of arrays, else of lists of a fixed length; `y` is that of
-    labels, None: the only one of class labels; `client` that of owners, None: the partitions,
-    else the samples have none; `time` that of whole numbers, or of time stamps or dates, which
-    become seconds since the first; `split` that of train and test; `splits` are the splits to
-    read, of several the last one for testing, None: all, if they are train and test;
-    `num_classes` is as in `npz`, for labels without names; 0: `y` is a column of numbers to
-    regress, or of lists of labels, 0 or 1.
-    Raises InputError for a folder, a file, a column or a value that does not fit.
-    Source: github.com/huggingface/datasets 5.2.0.
+    Args: `path` is the folder, or the name on the hub, and `config` its configuration there; `x`
+    is the column of samples, or a list of columns of numbers, None: the only one of images, else
+    of arrays, else of lists of a fixed length; `y` is that of labels, None: the only one of class
+    labels; `client` that of owners, None: the partitions, else the samples have none; `time` that
+    of whole numbers, or of time stamps or dates, which become seconds since the first; `split`
+    that of train and test; `splits` are the splits to read, of several the last one for testing,
+    None: all, if they are train and test; `num_classes` is as in `npz`, for labels without names,
+    0: `y` is a column of numbers to regress, or of lists of labels, 0 or 1; `size` and `mode` are
+    as in `image_folder`.
+    Raises InputError where the package is missing, and for a folder, a column or a value that does
+    not fit.
     """
     check_arguments(huggingface, locals(), "dataset.source")
-    root = Path(os.path.expanduser(path))
-    parts, for_testing = choose_parts(root, find_parts(root), splits)
-    if for_testing and split is not None:
+    try:
+        import datasets
+    except ImportError:
         raise InputError(
-            f"{root}: has splits of its own, and dataset.source.split={split}, expected null"
-        )
-    # which takes a while to import, and few runs need
-    from fedjax_cfl.data.datasets.huggingface_table import read_pool
+            f"{path}: the package datasets is not installed, expected it for Hugging Face's data:"
+            " pip install 'fedjax-cfl[huggingface]'"
+        ) from None
+    from fedjax_cfl.data.datasets.frame import Columns, Reading, make_pool, to_table
 
+    parts = load_parts(path, config)
+    chosen = [None] if None in parts else list(choose_splits(path, list(parts), splits))
+    with report_damage(path, "splits with the same columns", "data set"):
+        held = datasets.concatenate_datasets([parts[name] for name in chosen])
+    if len(chosen) > 1:
+        if split is not None:
+            raise InputError(f"{path}: has splits of its own, and split={split}, expected null")
+        split, last = TESTS, len(parts[chosen[-1]])
+        held = held.add_column(TESTS, [0] * (len(held) - last) + [1] * last)
     named = {"x": x, "y": y, "client": client, "time": time, "split": split}
-    return read_pool(root, parts, named, for_testing, num_classes)
+    columns = Columns(**choose_columns(path, held, named))
+    with report_damage(path, "columns that are there", "data set"):
+        table = to_table(take_columns(held, columns), str(path))
+    label = held.features[columns.y]
+    names = label.names if isinstance(label, datasets.ClassLabel) and num_classes != 0 else None
+    if names and table.frame[columns.y].min() < 0:
+        raise InputError(
+            f"{path}: column {columns.y} is below 0 in some rows, expected labels: this split is"
+            " published without them"
+        )
+    reading = Reading(num_classes=len(names) if names else num_classes, size=size, mode=mode)
+    pool = make_pool(table, columns, reading)
+    images = isinstance(held.features.get(str(columns.x)), datasets.Image)
+    if images and pool.x.shape[-1] == 1:
+        pool = pool._replace(x=pool.x[..., 0])
+    return pool._replace(class_names=tuple(names)) if names else pool
 
 
-def choose_parts(
-    root: Path, parts: list[Part], splits: Sequence[str] | None
-) -> tuple[list[Part], str | None]:
-    """Returns the parts to read, those for training first, and the split for testing, if any.
-    Raises InputError for splits that are not there and for partitions with different ones.
+def load_parts(path: str | Path, config: str | None) -> dict[str | None, Any]:
+    """Returns the data sets of a folder or of the hub by split, None: it has no splits. Those of
+    partition_0, partition_1, ... are joined, and the column `OWNER` says which a row is from.
     """
-    found: dict[int | None, list[str | None]] = {}
-    for part in parts:
-        found.setdefault(part.partition, []).append(part.split)
-    first, there = next(iter(found.items()))
-    for number, names in found.items():
-        if set(names) != set(there):
+    import datasets
+
+    root = os.path.expanduser(path)
+    inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    if os.path.isabs(root) and not os.path.isdir(root):  # no name of the hub, which is not asked
+        raise InputError(f"{path}: no such folder, expected one, or a name of the hub")
+    numbers = {int(found[1]): name for name in inside if (found := PARTITION.fullmatch(name))}
+    expected = "a data set of the hub, or a folder that save_to_disk wrote"
+    with report_damage(path, expected, "data set"):
+        if not numbers:
+            return load_part(root, config)
+        lost = next((i for i in range(len(numbers)) if i not in numbers), None)
+        if lost is not None:
             raise InputError(
-                f"{root}: partition_{number} has splits {names} and partition_{first} {there},"
-                " expected the same in each"
+                f"{path}: partition_{lost} is missing, expected partition_0 .."
+                f" partition_{max(numbers)}"
             )
-    known = [name for name in there if name is not None]
-    if splits is None and not known:
-        return parts, None
-    splits = choose_splits(root, known, splits)
-    chosen = [part for name in splits for part in parts if part.split == name]
-    return chosen, splits[-1] if len(splits) > 1 else None
+        if others := [name for name in inside if name not in numbers.values() and name[0] != "."]:
+            warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
+        parts = [load_part(os.path.join(root, numbers[i]), config) for i in range(len(numbers))]
+        joined: dict[str | None, list[Any]] = {split: [] for split in parts[0]}
+        for number, part in enumerate(parts):
+            if set(part) != set(joined):
+                raise InputError(
+                    f"{path}: partition_{number} has splits {list(part)} and partition_0"
+                    f" {list(joined)}, expected the same in each"
+                )
+            for split, rows in part.items():
+                joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
+        return {split: datasets.concatenate_datasets(rows) for split, rows in joined.items()}
+
+
+def load_part(path: str, config: str | None) -> dict[str | None, Any]:
+    """Returns the data sets of a folder, file or name by split, None: it has no splits."""
+    import datasets
+
+    saved = ("dataset_dict.json", "state.json")
+    if path.endswith(".parquet"):
+        found = datasets.load_dataset("parquet", data_files=path, split="train")
+    elif any(os.path.exists(os.path.join(path, name)) for name in saved):
+        found = datasets.load_from_disk(path)
+    else:
+        found = datasets.load_dataset(path, config)
+    return dict(found) if isinstance(found, dict) else {None: found}
+
+
+def choose_columns(path: str | Path, held: Any, named: dict[str, Any]) -> dict[str, Any]:
+    """Returns which column is what: those that are `named`, else as `huggingface` says. Raises
+    InputError where none or several fit.
+    """
+    import datasets
+
+    features, chosen = held.features, dict(named)
+    arrays = datasets.Array2D, datasets.Array3D, datasets.Array4D, datasets.Array5D
+    length = "lists of a fixed length"
+    kinds = {
+        "x": {"images": datasets.Image, "arrays": arrays, length: datasets.List},
+        "y": {"class labels": datasets.ClassLabel},
+    }
+    for role in kinds:
+        for kind, types in kinds[role].items():
+            fits = [name for name, feature in features.items() if isinstance(feature, types)]
+            if kind == length:
+                fits = [name for name in fits if features[name].length >= 0]
+            if chosen[role] is None and len(fits) > 1:
+                raise InputError(
+                    f"{path}: columns {list_names(fits)} are {kind}, expected"
+                    f" dataset.source.{role}=NAME"
+                )
+            chosen[role] = chosen[role] or next(iter(fits), None)
+        if chosen[role] is None:
+            raise InputError(
+                f"{path}: no column holds {' or '.join(kinds[role])}, expected"
+                f" dataset.source.{role}=NAME; columns are {list_names(list(features))}"
+            )
+    users = [name for name in USERS if name in features]
+    if chosen["client"] is None and OWNER in features:
+        chosen["client"] = OWNER
+    elif chosen["client"] is None and users:
+        warn_of_file(
+            f"{path}: column {users[0]} may name the samples' owners and is not used:"
+            f" dataset.source.client={users[0]}"
+        )
+    return chosen
+
+
+def take_columns(held: Any, columns: Any) -> Any:
+    """Returns columns as a table of Arrow: images as bytes of files, arrays as lists, and clients
+    and splits that are class labels as their words.
+    """
+    import datasets
+    import pyarrow as pa
+    from datasets.table import embed_table_storage
+
+    x = [columns.x] if isinstance(columns.x, str) else columns.x
+    wanted = list(dict.fromkeys([*x, *(name for name in columns._replace(x=None) if name)]))
+    table = embed_table_storage(held.select_columns(wanted).with_format("arrow")[:])
+    words = {columns.client, columns.split} - {columns.y}
+    for place, name in enumerate(table.column_names):
+        feature, column = held.features[name], table[name]
+        if isinstance(feature, datasets.ClassLabel) and name in words:
+            column = pa.array([feature.int2str(number) for number in column.to_pylist()])
+        if isinstance(column.type, pa.ExtensionType):
+            chunks = [chunk.storage for chunk in column.chunks]
+            column = pa.chunked_array(chunks, column.type.storage_type)
+        table = table.set_column(place, name, column)
+    return table
