@@ -4,7 +4,6 @@ that is refused.
 
 import io
 import json
-import os
 import struct
 import zlib
 
@@ -18,7 +17,7 @@ from PIL import Image
 
 from fedjax_cfl.cli.build import deal_samples, resolve_settings
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import image_files, image_folder
+from fedjax_cfl.data.datasets import image_folder
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.runs.load import load_run
 
@@ -112,8 +111,8 @@ def test_a_layout_is_asked_for_where_several_fit(tmp_path):
     assert image_folder(tmp_path).class_names == ("a", "b")
     written(tmp_path / "two", {"train/a/1.png": A})
     one_line(
-        "train/a/1.png' may be in one of several layouts, expected layout=split/class or"
-        " layout=user/class or layout=class/user",
+        "train/a/1.png is 2 folders deep, expected layout=split/class or layout=user/class or"
+        " layout=class/user",
         image_folder,
         tmp_path / "two",
     )
@@ -132,13 +131,13 @@ def test_third_splits_are_left_out_and_said(tmp_path, capsys):
     written(tmp_path, files)
     pool = image_folder(tmp_path, "split/class")
     assert len(pool.y) == 2 and pool.class_names == ("a",)
-    assert "splits 'val' are left out; read are train and test" in capsys.readouterr().err
+    assert "splits val are left out, see train and test" in capsys.readouterr().err
     pool = image_folder(tmp_path, "split/class", test="val")
     assert pool.test.tolist() == [False, True, True] and pool.class_names == ("a", "b")
-    assert "splits 'test' are left out" in capsys.readouterr().err
+    assert "splits test are left out" in capsys.readouterr().err
     pool = image_folder(tmp_path, "split/class", test=None)
     assert len(pool.y) == 1 and pool.test is None
-    assert one_line("no split is named 'dev'", image_folder, tmp_path, "split/class", test="dev")
+    assert one_line("no split is named dev", image_folder, tmp_path, "split/class", test="dev")
     one_line("expected train=NAME of one of", image_folder, tmp_path, "split/class", train="dev")
 
 
@@ -212,7 +211,7 @@ def test_photographs_are_turned_as_their_camera_says(tmp_path):
 
 def test_sizes(tmp_path):
     written(tmp_path, {"a/1.png": A, "a/2.png": pixels(6, 3)})
-    one_line("2.png 6x3), expected one, or size=[4,5]", image_folder, tmp_path)
+    one_line("2.png (6, 3, 1)), expected one, or size=[4,5]", image_folder, tmp_path)
     x = image_folder(tmp_path, size=[4, 5]).x
     np.testing.assert_array_equal(x[0, ..., 0], A)  # as it was
     for size in ([4], [0, 4], [4, 5000], [4, 5.0], "4"):
@@ -226,9 +225,7 @@ def test_what_systems_leave_is_passed_over_and_other_files_are_said(tmp_path, ca
     assert len(pool.y) == 1 and pool.class_names == ("a",) and capsys.readouterr().err == ""
     written(tmp_path, {"notes.txt": b"x", "a/labels.csv": b"x"})
     assert len(image_folder(tmp_path).y) == 1
-    assert (
-        "files that are no images are left out (2): 'a/labels.csv, not" in capsys.readouterr().err
-    )
+    assert "files that are no images are left out (2): a/labels.csv, not" in capsys.readouterr().err
 
 
 @pytest.mark.nightly
@@ -258,25 +255,20 @@ BAD = {
         {"a/1.png": encoded(A)[:16] + struct.pack(">II", 2**20, 2**20) + encoded(A)[24:]},
         "a/1.png: image cannot be read",
     ),
-    "colours of 16 bits": ({"a/1.png": deep_png(A, 2)}, "a/1.png: has 16 bits and colours"),
     "transparent": (
         {"a/1.png": encoded(Image.fromarray(pixels(4, 5, 4)))},
         "1.png: image cannot be read (it is transparent, and what is behind it is not said)",
-    ),
-    "transparency of 16 bits": ({"a/1.png": deep_png(A, 4)}, "has 16 bits and colours or transp"),
-    "PPM of 16 bits": (
-        {"a/1.ppm": b"P6 1 1 65535 " + bytes(6)}, "a/1.ppm: has 16 bits and colours",
     ),
     "floats": ({"a/1.tif": encoded(A.astype(np.float32), "TIFF")}, "neither 8 bits nor grey of 16"),
     "grey and coloured": (
         {"a/1.png": A, "a/2.png": pixels(4, 5, 3)}, "or mode=rgb or mode=grey",
     ),
-    "no class": ({"1.png": A}, "1.png' is in no folder"),
-    "some without a class": ({"a/1.png": A, "2.png": A}, "is in no folder"),
-    "some deeper": ({"a/1.png": A, "b/c/1.png": A}, "'b/c/1.png' is 2 folders deep, expected 1"),
-    "too deep": ({"a/b/c/d/1.png": A}, "'a/b/c/d' is 4 folders deep, expected at most 3"),
-    "an empty class": ({"a/1.png": A, "b": None}, "class 'b' has no images"),
-    "nothing": ({"a": None}, "folder holds no images"),
+    "no class": ({"1.png": A}, "1.png is 0 folders deep, expected layout=class, a folder for each"),
+    "some without a class": ({"a/1.png": A, "2.png": A}, "2.png is 0 folders deep"),
+    "some deeper": ({"a/1.png": A, "b/c/1.png": A}, "b/c/1.png is 2 folders deep, expected"),
+    "too deep": ({"a/b/c/d/1.png": A}, "a/b/c/d is 4 folders deep, expected at most 3"),
+    "nothing": ({"a": None, "b.gif": b"GIF"}, "folder holds no images"),
+    "CIFAR-10's pickles": ({"data_batch_1": b"\x80\2"}, "found data_batch_1"),
     "a pickle as image": ({"a/1.png": b"\x80\x04."}, "1.png: is a pickle and is not opened"),
 }  # fmt: skip
 
@@ -289,53 +281,12 @@ def test_what_is_refused_is_named(name, tmp_path):
     assert str(root) in error and "expected" in error and len(error) < 1000
 
 
-def test_a_class_is_there_if_any_user_has_it(tmp_path):
-    files = {"u/a/1.png": A, "u/b": None, "v/a": None, "v/b/1.png": B}
-    assert image_folder(written(tmp_path, files), "user/class").class_names == ("a", "b")
-
-
-def test_links_stay_inside(tmp_path):
-    root = written(tmp_path / "images", {"a/1.png": A})
-    outside = written(tmp_path / "elsewhere", {"b/1.png": B}) / "b"
-    (root / "a" / "2.png").symlink_to(root / "a" / "1.png")
-    assert len(image_folder(root).y) == 2
-    for target in (outside / "1.png", "../../elsewhere/b/1.png", "/dev/zero", "/nowhere"):
-        (root / "a" / "3.png").symlink_to(target)
-        error = one_line("link leaves", image_folder, root)
-        assert "a/3.png" in error
-        (root / "a" / "3.png").unlink()
-    (root / "b").symlink_to(outside)
-    one_line("b: link leaves", image_folder, root)
-    (root / "b").unlink()
-    (root / "b").symlink_to(root / "a")
-    one_line("b: is a link to a folder", image_folder, root)
-    (root / "b").unlink()
-    (root / "a" / "3.png").symlink_to(root / "a" / "3.png")
-    one_line("cannot be read", image_folder, root)
-    (root / "a" / "3.png").unlink()
-    os.mkfifo(root / "a" / "3.png")
-    one_line("not a regular file", image_folder, root)
-    (tmp_path / "link").symlink_to(outside.parent)  # the folder that is named may be a link
-    assert len(image_folder(tmp_path / "link").y) == 1
-
-
 def test_no_folder(tmp_path):
     written(tmp_path, {"a.png": A, "b.pkl": b""})
     one_line("a.png: is a file, expected a folder of images", image_folder, tmp_path / "a.png")
     one_line("b.pkl: is a pickle", image_folder, tmp_path / "b.pkl")
     for name in ("absent", "z" * 300, "a\0b"):
         assert "cannot be read" in refusal(image_folder, f"{tmp_path}/{name}")
-
-
-def test_more_than_fits_is_refused_before_it_is_read(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(image_files, "MOST_PIXELS", 19)
-        written(tmp_path / "large", {"a/1.png": A})
-        one_line("it has more than 19 pixels", image_folder, tmp_path / "large", size=[2, 2])
-    monkeypatch.setattr(image_files, "MOST_BYTES", 39)
-    tmp_path = written(tmp_path / "many", {"a/1.png": A, "a/2.png": A})
-    one_line("2 images as 4x5 take 40 bytes", image_folder, tmp_path)
-    assert image_folder(tmp_path, size=[2, 5]).x.nbytes == 20
 
 
 @pytest.mark.nightly
@@ -398,18 +349,16 @@ def test_each_split_may_have_its_table(tmp_path):
     assert pool.client.tolist() == [0, 1, 0] and pool.class_names is None
 
 
-OUTSIDE = "expected a file in the folder of its table"
 BAD_TABLES = {
-    "another name": (table(("a.png", "x"), head=("file_name", "lable")), "column label is missing"),
+    "another name": (
+        table(("a.png", "x"), head=("file_name", "lable")),
+        "y=label is not there, expected one of file_name, lable (did you mean 'lable'?)",
+    ),
     "no files": (table(("a.png", "x"), head=("image", "label")), "column file_name is missing"),
     "no such image": (table(("c.png", "x", 1)), "c.png: file cannot be read"),
-    "above": (table(("../a.png", "x", 1)), OUTSIDE),
-    "absolute": (table(("/etc/passwd", "x", 1)), OUTSIDE),
-    "address": (table(("http://a/b.png", "x", 1)), OUTSIDE),
-    "drive": (table(("c:\\a.png", "x", 1)), OUTSIDE),
-    "link": (table(("link.png", "x", 1)), OUTSIDE),
-    "no image": (table(("metadata.csv", "x", 1)), "metadata.csv"),
+    "no image": (table(("metadata.csv", "x", 1)), "metadata.csv: image cannot be read"),
     "no label": (table(("a.png", None, 1), ("a.png", "x", 1)), "column label has no value"),
+    "no rows": (b"file_name,label\n", "table has no rows"),
 }
 
 
@@ -417,35 +366,14 @@ BAD_TABLES = {
 def test_what_is_refused_of_a_table_is_named(name, tmp_path):
     content, says = BAD_TABLES[name]
     written(tmp_path / "root", {"a.png": A, "metadata.csv": content})
-    written(tmp_path, {"a.png": A})
-    (tmp_path / "root" / "link.png").symlink_to(tmp_path / "a.png")
     one_line(says, image_folder, tmp_path / "root")
-
-
-def test_what_is_refused_of_json_lines(tmp_path):
-    file = written(tmp_path, {"a.png": A}) / "metadata.jsonl"
-    lists = b'{"file_name": ["a.png"], "label": 1}\n'
-    nested = b'{"file_name": "a.png", "label": {"x": 1}}\n'
-    cut = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a'
-    mixed = b'{"file_name": "a.png", "label": 1}\n{"file_name": "a.png", "label": "x"}\n'
-    for content, says in {
-        lists: "column file_name holds lists, expected text",
-        nested: "column label holds others",
-        cut: "expected a JSON object in each line",
-        mixed: "expected a JSON object in each line",
-        b"": "expected a JSON object in each line",
-        b"[" * 10**6: "expected a JSON object in each line",
-        b'{"file_name": "a.png"}\n': "column label is missing",
-    }.items():
-        file.write_bytes(content)
-        one_line(says, image_folder, tmp_path)
 
 
 def test_a_table_that_is_not_there(tmp_path):
     written(tmp_path, {"cat/1.png": A, "dog/1.png": B})
     (tmp_path / "metadata.csv").write_bytes(table(("cat/1.png", "x", 1)))
-    one_line("y=user is client or file_name, too", image_folder, tmp_path, y="user")
+    one_line("column user is y, client", image_folder, tmp_path, y="user")
     (tmp_path / "metadata.csv").unlink()
     one_line("layout=metadata, expected metadata.csv or", image_folder, tmp_path, "metadata")
-    one_line("column kind is named, expected metadata.csv", image_folder, tmp_path, y="kind")
-    one_line("column kind is named", image_folder, tmp_path, "class", client="kind")
+    one_line("y=kind, client=None, layout=None, expected", image_folder, tmp_path, y="kind")
+    one_line("client=kind, layout=class, expected", image_folder, tmp_path, "class", client="kind")

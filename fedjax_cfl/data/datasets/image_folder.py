@@ -1,19 +1,16 @@
-"""Folders of images: one folder a class, and above or below it, if you like, one a client and one
-for each split.
+"""Folders of images: the folders above an image, or a table beside the images, say which class,
+client and split it is of.
 """
 
 import os
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
-from fedjax_cfl.data.datasets.readers import list_folder, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import check_file, list_names, read_files, report_damage
 from fedjax_cfl.data.datasets.table import OptionalName
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
@@ -25,17 +22,9 @@ Layout = Literal[
 ]  # fmt: skip
 LAYOUTS = Layout.__args__[:-1]  # of folders
 TABLES = "metadata.csv", "metadata.jsonl", "metadata.parquet"
+USERS = "user", "client", "user_id", "client_id"  # of these columns the first that is there
 DEEPEST = 3  # folders between the root and an image
 SKIPPED = ("Thumbs.db", "desktop.ini", "__MACOSX")  # what systems leave there; and hidden files
-MOST_LISTED = 5  # names in a message
-
-
-class Found(NamedTuple):
-    """What is in a folder: folders and names of images, of empty folders, of other files."""
-
-    images: list[tuple[str, ...]]
-    folders: list[tuple[str, ...]]
-    others: list[tuple[str, ...]]
 
 
 def image_folder(
@@ -61,157 +50,146 @@ def image_folder(
     label, and if you like the owner `client`, None: user or client, and `split`, train or test.
     Classes and clients are numbered over all splits in the order of their names, names that are all
     digits as numbers, and keep their names. Samples come in the order of their paths.
-    Raises InputError for images that cannot be read or do not fit together, for links that leave
-    the folder, and for folders that do not fit the layout.
+    Raises InputError for images that cannot be read or do not fit together, and for folders that
+    do not fit the layout.
     """
     check_arguments(image_folder, locals(), "dataset.source")
     root = Path(os.path.expanduser(path))
-    tables = find_tables(root, layout, train, test, y or client)
+    tables = find_tables(root, train, test) if layout in (None, "metadata") else []
     if tables:
-        from fedjax_cfl.data.datasets import image_metadata  # with pyarrow, which few need
+        images, pool = read_metadata(root, tables, y or "label", client)
+    elif layout == "metadata" or y or client:
+        raise InputError(
+            f"{root}: y={y}, client={client}, layout={layout}, expected {' or '.join(TABLES)} in"
+            " the folder, and no other layout"
+        )
+    else:
+        images, pool = read_folders(root, layout, train, test)
+    x = stack_images(str(path), read_files(images), len(images), size, mode)
+    return check_pool(pool._replace(x=x), str(path))
 
-        stack = partial(stack_images, str(path), size=size, mode=mode)
-        return image_metadata.read_metadata(root, tables, y, client, stack)
-    found = _list_root(root)
-    layout = layout or _guess_layout(root, found)
-    parts = layout.split("/")
-    images = _take_splits(root, found, parts, train, test)
+
+def read_folders(
+    root: Path, layout: Layout | None, train: str, test: str | None
+) -> tuple[list[Path], Pool]:
+    """Returns the images of a folder, in order, and their pool, whose x is empty; the arguments are
+    those of `image_folder`.
+    """
+    images = list_images(root)
+    fits = [name for name in LAYOUTS if name.count("/") + 2 == len(images[0])]
+    parts = (layout or ("" if len(fits) > 1 else "class")).split("/")
     for image in images:
         if len(image) != len(parts) + 1:
             raise InputError(
-                f"{root}: {shorten('/'.join(image))} is {len(image) - 1} folders deep, expected"
-                f" {len(parts)} as layout={layout}"
+                f"{root}: {'/'.join(image)} is {len(image) - 1} folders deep, expected"
+                f" {f'{len(parts)} as ' if layout else ''}layout="
+                f"{layout or ' or layout='.join(fits or ['class, a folder for each class'])}"
             )
+    if "split" in parts:
+        at = parts.index("split")
+        names = sorted({image[at] for image in images})
+        for setting, name in (("train", train), ("test", test)):
+            if name is not None and name not in names:
+                raise InputError(
+                    f"{root}: no split is named {name}, expected {setting}=NAME of one of"
+                    f" {list_names(names)}{', or null' if setting == 'test' else ''}"
+                )
+        if left := [name for name in names if name not in (train, test)]:
+            warn_of_file(f"{root}: splits {list_names(left)} are left out, see train and test")
+        images = [image for image in images if image[at] in (train, test)]
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
     classes, labels = number_names(roles["class"])
-    _refuse_empty(root, found, parts, classes)
-    files = readers.read_files(root.joinpath(*image) for image in images)
-    x = stack_images(str(path), files, len(images), size, mode)
-    pool = Pool(x, labels, len(classes))
+    pool = Pool(np.empty(0), labels, len(classes), class_names=tuple(classes))
     if "user" in roles:
         users, owner = number_names(roles["user"])
         pool = pool._replace(client=owner, client_names=name_clients(users))
     if "split" in roles and test is not None:
         pool = pool._replace(test=np.array([name == test for name in roles["split"]]))
-    return check_pool(pool._replace(class_names=tuple(classes)), str(path))
+    return [root.joinpath(*image) for image in images], pool
 
 
-def find_tables(
-    root: Path, layout: Layout | None, train: str, test: str | None, named: str | None
-) -> list[Path]:
-    """Returns the table beside the images of a folder, or those of its two splits, first that of
-    training; none if there is none. Raises InputError where there should be one, as for a column
-    that is `named`.
+def list_images(root: Path) -> list[tuple[str, ...]]:
+    """Returns the places of all images below a folder, in order, and says which other files are
+    left out. Raises InputError if there are none, and for folders that are too deep.
     """
-    for name in TABLES if layout in (None, "metadata") else ():
-        alone, sides = root / name, [root / side / name for side in (train, test) if side]
-        if os.path.lexists(alone):
-            return [alone]
-        if all(map(os.path.lexists, sides)):
-            return sides
-    if layout == "metadata" or named:
-        what = f"column {named} is named" if named else "layout=metadata"
+    if not os.path.isdir(root):
+        check_file(root, None)  # it may be packed, or nothing at all
+        raise InputError(f"{root}: is a file, expected a folder of images")
+    found: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    with report_damage(root, "a readable folder", "folder"):
+        for home, folders, names in os.walk(root, onerror=refuse, followlinks=True):
+            inside = Path(home).relative_to(root).parts
+            if len(inside) > DEEPEST:  # also of links that lead in a circle
+                raise InputError(
+                    f"{root}: folder {'/'.join(inside)} is {len(inside)} folders deep, expected at"
+                    f" most {DEEPEST}: layout is one of {', '.join(LAYOUTS)}"
+                )
+            for part in (folders, names):
+                part[:] = [name for name in part if name[0] != "." and name not in SKIPPED]
+            for name in names:
+                found[name.lower().endswith(SUFFIXES)].append((*inside, name))
+    others = list_names(["/".join(other) for other in sorted(found[False])])
+    if not found[True]:
         raise InputError(
-            f"{root}: {what}, expected {' or '.join(TABLES)} in the folder, and no other layout"
+            f"{root}: folder holds no images, expected files of {', '.join(SUFFIXES)} in a folder"
+            f" for each class; found {others or 'none'}"
         )
+    if others:
+        warn_of_file(
+            f"{root}: files that are no images are left out ({len(found[False])}): {others}"
+        )
+    return sorted(found[True])
+
+
+def find_tables(root: Path, train: str, test: str | None) -> list[Path]:
+    """Returns the table beside the images of a folder, or those of its two splits, first that of
+    training; none if there is none.
+    """
+    for name in TABLES:
+        sides = [root / side / name for side in (train, test) if side]
+        if os.path.exists(root / name):  # unlike Path.exists it raises nothing
+            return [root / name]
+        if all(map(os.path.exists, sides)):
+            return sides
     return []
 
 
-def _list_root(root: Path) -> Found:
-    if not os.path.isdir(root):
-        with open_unpacked(root):  # it may be a pickle, or nothing at all
-            pass
-        raise InputError(f"{root}: is a file, expected a folder of images")
-    found = Found([], [], [])
-    _walk(root, (), found)
-    if not found.images:
-        raise InputError(
-            f"{root}: folder holds no images, expected files of {', '.join(SUFFIXES)} in a folder"
-            " for each class"
-        )
-    if found.others:
-        few = ", ".join("/".join(other) for other in found.others[:MOST_LISTED])
-        warn_of_file(
-            f"{root}: files that are no images are left out ({len(found.others)}): {shorten(few)}"
-        )
-    return found
+def read_metadata(
+    root: Path, files: list[Path], y: str, client: str | None
+) -> tuple[list[Path], Pool]:
+    """Returns the images that tables name, in order, and their pool, whose x is not the images.
 
-
-def _walk(root: Path, parts: tuple[str, ...], found: Found) -> None:
-    """Adds to `found` what is below the folder `parts` of the root, in order of name."""
-    folder = root.joinpath(*parts)
-    for name in list_folder(folder):
-        if name.startswith(".") or name in SKIPPED:
-            continue
-        path, inside = folder / name, (*parts, name)
-        if os.path.islink(path):
-            _check_link(root, path)
-        if os.path.isdir(path):  # unlike Path.is_dir it raises nothing
-            if len(inside) > DEEPEST:
-                raise InputError(
-                    f"{root}: folder {shorten('/'.join(inside))} is {len(inside)} folders deep,"
-                    f" expected at most {DEEPEST}: layout is one of {', '.join(LAYOUTS)}"
-                )
-            found.folders.append(inside)
-            _walk(root, inside, found)
-        elif name.lower().endswith(SUFFIXES):
-            found.images.append(inside)
-        else:
-            found.others.append(inside)
-
-
-def _check_link(root: Path, path: Path) -> None:
-    """Raises InputError for a link that leaves the root, and for one to a folder, which could lead
-    in a circle.
+    Args: `root` is the folder, `files` are the tables, of one or of two splits; `y` is the column
+    of labels; `client` that of owners, None: one of `USERS`, if there is one.
     """
-    home, target = os.path.realpath(root), os.path.realpath(path)
-    if os.path.commonpath([home, target]) != home:
-        raise InputError(f"{path}: link leaves {root}, expected the file itself")
-    if os.path.isdir(path):
-        raise InputError(f"{path}: is a link to a folder, expected the folder itself")
+    from fedjax_cfl.data import tables  # with pandas, which few need
+    from fedjax_cfl.data.datasets.frame import Columns, Reading, make_pool
 
-
-def _guess_layout(root: Path, found: Found) -> Layout:
-    image = found.images[0]
-    fits = [layout for layout in LAYOUTS if layout.count("/") + 2 == len(image)]
-    if len(fits) == 1:
-        return fits[0]
-    said = shorten("/".join(image))
-    if not fits:
-        raise InputError(f"{root}: {said} is in no folder, expected a folder for each class")
-    raise InputError(
-        f"{root}: {said} may be in one of several layouts, expected layout="
-        f"{' or layout='.join(fits)}"
-    )
-
-
-def _take_splits(
-    root: Path, found: Found, parts: Sequence[str], train: str, test: str | None
-) -> list[tuple[str, ...]]:
-    if "split" not in parts:
-        return found.images
-    at = parts.index("split")
-    names = sorted({image[at] for image in found.images if len(image) > at + 1})
-    for setting, name in (("train", train), ("test", test)):
-        if name is not None and name not in names:
-            few = ", ".join(map(shorten, names[:MOST_LISTED])) or "none"
-            no_test = ", or test=null if there is none" if setting == "test" else ""
+    kind = files[0].suffix
+    frames = []
+    for file in files:
+        if kind == ".csv":
+            text = ["file_name", y, "split", *([client] if client else USERS)]
+            table = tables.read_csv(file, text=text)
+        else:
+            table = (tables.read_jsonl if kind == ".jsonl" else tables.read_parquet)(file)
+        if "file_name" not in table.frame:
             raise InputError(
-                f"{root}: no split is named {shorten(name)}, expected {setting}=NAME of one of"
-                f" {few}{no_test}"
+                f"{file}: column file_name is missing, expected the name of an image in each row;"
+                f" found {list_names(list(table.frame))}"
             )
-    if left := [name for name in names if name not in (train, test)]:
-        few = ", ".join(map(shorten, left[:MOST_LISTED]))
-        warn_of_file(
-            f"{root}: splits {few} are left out; read are {train} and {test or 'no other'}"
-        )
-    return [image for image in found.images if len(image) <= at + 1 or image[at] in (train, test)]
-
-
-def _refuse_empty(root: Path, found: Found, parts: Sequence[str], classes: list[str]) -> None:
-    at = parts.index("class")
-    named = {folder[at] for folder in found.folders if len(folder) == at + 1}
-    if empty := sorted(named - set(classes) - {image[at] for image in found.images}):
-        raise InputError(
-            f"{root}: class {shorten(empty[0])} has no images, expected some, or no folder"
-        )
+        where = [str(file.parent / str(name)) for name in table.frame["file_name"]]
+        frames.append(table.frame.assign(file_name=where))
+    if len(files) > 1:
+        frames = [frame.assign(split=side) for side, frame in enumerate(frames)]
+    table = tables.join_files(str(root), list(map(str, files)), frames)
+    client = client or next((name for name in USERS if name in table.frame), None)
+    split = "split" if "split" in table.frame and "split" not in (y, client) else None
+    images = [Path(name) for name in table.frame["file_name"]]
+    table = table._replace(frame=table.frame.assign(file_name=0))  # in the place of features
+    pool = make_pool(table, Columns(y, "file_name", client, split), Reading())
+    return images, pool._replace(columns=None)
