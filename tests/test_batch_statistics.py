@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix, nightly
+from conftest import CLASSES, FEATURES, SIZES, matrix, nightly, one_line, with_execution
+from test_fedbn import train
 from test_layers import close, normal
+from test_reference import batches_of, passes
+from test_scaffold import Normed
 
 import fedjax_cfl as cfl
+from fedjax_cfl import keys
 from fedjax_cfl.algorithms.auxo import last_tenth
 from fedjax_cfl.algorithms.fedfomo import l1_norm
 from fedjax_cfl.algorithms.fesem.fesem import nearest_center
@@ -20,7 +24,14 @@ from fedjax_cfl.client.objective import cross_entropy, erm, proximal, pull_back,
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.distances import gram, manhattan
 from fedjax_cfl.clustering.features import edc, edc_randomized
-from fedjax_cfl.models import BatchNorm, CelebaCNN, GroupNorm, count_params, model_bytes
+from fedjax_cfl.models import (
+    BatchNorm,
+    BatchStatNorm,
+    CelebaCNN,
+    GroupNorm,
+    count_params,
+    model_bytes,
+)
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system.faults import guard_nonfinite
 from fedjax_cfl.system.select import full_participation
@@ -255,3 +266,85 @@ def test_statistics_that_are_not_finite_are_dropped(running):
     ones = jnp.ones(3)
     upload = Upload(broken, ones, ones, ones, ones.astype(jnp.int32), jnp.zeros(3, jnp.int32))
     assert guard_nonfinite("drop", upload)[1].tolist() == [False, True, False]
+
+
+class Image(Normed):
+    """The same of images of one pixel."""
+
+    @nn.compact
+    def __call__(self, x, owner=None):
+        return nn.Dense(CLASSES)(BatchNorm()(x[:, None, None, :], owner)[:, 0, 0, :])
+
+
+class OfFlax(Normed):
+    """The same by Flax's layer, which knows nothing of padding."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, name="BatchNorm_0")(x)
+        return nn.Dense(CLASSES)(x)
+
+
+@pytest.mark.parametrize("width", [1, nightly(4)])
+@pytest.mark.parametrize("kind", [Normed, nightly(Image), OfFlax])
+def test_a_round_with_short_last_batches_equals_a_slow_twin(kind, width, toy, local):
+    """Clients of 0 to 40 samples in batches of 5, on dense features."""
+    task = cfl.as_task(kind(), (FEATURES,), CLASSES)
+    one = with_execution(local, width=width)
+    method = cfl.algorithms.fedavg(task, one, full_participation())
+    before = method.init(KEY, toy)
+    after = jax.jit(method.round)(KEY, before, toy)[0]
+    start = jax.tree.map(lambda leaf: np.asarray(leaf[0], np.float64), before.groups)
+    clients = [k for k, size in enumerate(SIZES) if size]
+    trained = [
+        train(start, toy, batches_of(passes(key, toy, k, one.epochs), one.batch_size), one.lr)
+        for key in [keys.derive_key(KEY, keys.TRAIN, 0)]
+        for k in clients
+    ]
+    weights = [SIZES[k] for k in clients]
+    mean = jax.tree.map(lambda *all: np.average(all, axis=0, weights=weights)[None], *trained)
+    close(after.groups, mean, 1e-4)
+
+
+@pytest.mark.parametrize("shape", [(7, 6), (7, 4, 6)])
+def test_normalisations_take_samples_of_any_rank(shape):
+    """As an image of as many pixels would be; padding is not there."""
+    x, owner = normal(*shape), np.array([0, 0, 0, 0, 0, -1, -1])
+    image = x.reshape(7, 1, -1, 6)
+    for layer in (BatchNorm(), BatchStatNorm(), GroupNorm()):
+        start = layer.init(KEY, image)
+        assert jax.tree.map(jnp.shape, layer.init(KEY, x)) == jax.tree.map(jnp.shape, start)
+        found, kept = layer.apply(start, x, owner, mutable="batch_stats")
+        expected, same = layer.apply(start, image, owner, mutable="batch_stats")
+        alone, own = layer.apply(start, x[:5], owner[:5], mutable="batch_stats")
+        close(found, expected.reshape(shape))
+        close((found[:5], kept), (alone, own))
+        close(kept, same)
+
+
+class Merged(OfFlax):
+    """It normalises time steps as if they were samples: which are padding cannot be known."""
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1))
+        return nn.Dense(CLASSES)(x.reshape(-1, FEATURES))
+
+
+class Masked(Merged):
+    """The same with a mask of its own."""
+
+    @nn.compact
+    def __call__(self, x, train=False, owner=None):
+        real = None if owner is None else jnp.repeat(owner >= 0, FEATURES)[:, None]
+        x = nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1), mask=real)
+        return nn.Dense(CLASSES)(x.reshape(-1, FEATURES))
+
+
+def test_flax_normalises_real_samples_or_none(toy, local):
+    x, y, owner = normal(6, FEATURES), np.zeros(6, np.int32), np.array([2, 2, 2, 2, -1, -1])
+    merged, masked = (cfl.as_task(m, (FEATURES,), CLASSES) for m in (Merged(), Masked()))
+    params = masked.init(KEY)
+    slope = jax.grad(lambda params: masked.loss(params, x, y, KEY, owner)[:4].mean())(params)
+    close(slope["batch_stats"]["BatchNorm_0"]["mean"], -0.01 * x[:4].mean(keepdims=True)[0])
+    one_line("receives (30, 1) of a batch of 6 samples", merged.loss, params, x, y, KEY, owner)

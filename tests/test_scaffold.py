@@ -247,7 +247,7 @@ class Normed(nn.Module):
     @nn.compact
     def __call__(self, x, owner=None):
         """[B, 5] -> [B, 4]."""
-        return nn.Dense(CLASSES)(BatchNorm()(x[:, None, None, :], owner)[:, 0, 0, :])
+        return nn.Dense(CLASSES)(BatchNorm()(x, owner))
 
 
 @pytest.mark.nightly

@@ -199,7 +199,8 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
 
 def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
     """Takes one full-batch gradient step of one client: delta = -lr * gradient of its mean
-    loss (FedSGD; gradient averaging of IFCA).
+    loss (FedSGD; gradient averaging of IFCA). Batch normalisation sees blocks of `SAMPLE_BLOCK`
+    samples.
     """
     objective = objective or erm(task)
 

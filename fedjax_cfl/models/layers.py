@@ -1,9 +1,10 @@
-"""How layers start, layers of all kinds of models, and normalisations, each called as (x [B, H, W,
+"""How layers start, layers of all kinds of models, and normalisations, each called as (x [B, ...,
 C], owner [B]).
 
 Initialisation is that of Keras, which the reproduced experiments use, unless a model says
-otherwise: Glorot-uniform kernels, zero biases. B batch, H and W height and width, C channels.
-`owner` says whose each sample is, as in `Task`.
+otherwise: Glorot-uniform kernels, zero biases. B batch, C channels or features; between them
+stand the places of an image or a sequence, or, behind a dense layer, none. `owner` says whose each
+sample is, as in `Task`.
 """
 
 import math
@@ -74,8 +75,16 @@ def add_channel_axis(x: jax.Array) -> jax.Array:
     return x[..., None] if x.ndim == 3 else x
 
 
+def mark_real(owner: jax.Array | None, x: jax.Array) -> jax.Array:
+    """Returns which samples of x [B, ...] are not padding, [B, 1, ...] bool in as many axes as x
+    has. `owner` [B] is as in `Task`, None: there is no padding.
+    """
+    real = jnp.ones(len(x), bool) if owner is None else owner >= 0
+    return real.reshape(-1, *(1,) * (x.ndim - 1))
+
+
 class BatchStatNorm(nn.Module):
-    """Batch normalisation of [B, H, W, C] by the statistics of the batch at hand, in
+    """Batch normalisation of [B, ..., C] by the statistics of the batch at hand, in
     training and in test; it keeps no running ones (LEAF's code).
 
     Statistics are taken per client, over its real samples in the batch: `owner` [B]
@@ -93,21 +102,21 @@ class BatchStatNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         owner = jnp.zeros(x.shape[0], jnp.int32) if owner is None else owner
-        real = owner >= 0
-        same = ((owner[:, None] == owner) & real)[..., None]  # [B, B, 1]
+        same = ((owner[:, None] == owner) & (owner >= 0))[..., None]  # [B, B, 1]
+        places = tuple(range(1, x.ndim - 1))
 
         def client_mean(values: jax.Array) -> jax.Array:
             # a choice and a sum, no matrix product: 0 times another client's NaN would be NaN
-            total = jnp.where(same, values.mean((1, 2)), 0).sum(axis=1)
-            return (total / jnp.maximum(same.sum(axis=1), 1))[:, None, None]
+            total = jnp.where(same, values.mean(places), 0).sum(axis=1)
+            return jnp.expand_dims(total / jnp.maximum(same.sum(axis=1), 1), places)
 
-        x = jnp.where(real[:, None, None, None], x, 0)
+        x = jnp.where(mark_real(owner, x), x, 0)
         x = x - client_mean(x)
         return x * lax.rsqrt(client_mean(jnp.square(x)) + self.epsilon) * scale + bias
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [B, H, W, C] with running statistics (Ioffe and Szegedy, ICML
+    """Batch normalisation of [B, ..., C] with running statistics (Ioffe and Szegedy, ICML
     2015, https://arxiv.org/abs/1502.03167).
 
     In training a batch is normalised by its own mean and variance, over its real samples
@@ -133,12 +142,11 @@ class BatchNorm(nn.Module):
         mean, variance = (each.value for each in running)
         # `as_task` makes the statistics mutable in training only
         if self.is_mutable_collection(STATISTICS) and not self.is_initializing():
-            real = jnp.ones(x.shape[0], bool) if owner is None else owner >= 0
-            x = jnp.where(real[:, None, None, None], x, 0)
-            count = jnp.maximum(real.sum(), 1) * x.shape[1] * x.shape[2]
-            mean = x.sum((0, 1, 2)) / count
-            gaps = jnp.where(real[:, None, None, None], jnp.square(x - mean), 0)
-            variance = gaps.sum((0, 1, 2)) / count
+            real, axes = mark_real(owner, x), tuple(range(x.ndim - 1))
+            x = jnp.where(real, x, 0)
+            count = jnp.maximum(real.sum(), 1) * math.prod(x.shape[1:-1])
+            mean = x.sum(axes) / count
+            variance = jnp.where(real, jnp.square(x - mean), 0).sum(axes) / count
             for each, new in zip(running, (mean, variance), strict=True):
                 each.value = self.momentum * each.value + (1 - self.momentum) * new
         # a server may have mixed models by more than averages
@@ -147,7 +155,7 @@ class BatchNorm(nn.Module):
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation of [B, H, W, C], each sample by itself (Wu and He, "Group
+    """Group normalisation of [B, ..., C], each sample by itself (Wu and He, "Group
     Normalization", ECCV 2018, https://arxiv.org/abs/1803.08494).
 
     `groups` divides C; of fewer channels each is a group. `owner` is not read: it is
@@ -171,6 +179,7 @@ class GroupNorm(nn.Module):
         scale = self.param("scale", nn.initializers.ones, shape)
         bias = self.param("bias", nn.initializers.zeros, shape)
         parts = x.reshape(*x.shape[:-1], *shape)
-        parts = parts - parts.mean((1, 2, 4), keepdims=True)
-        variance = jnp.square(parts).mean((1, 2, 4), keepdims=True)
+        axes = (*range(1, x.ndim - 1), x.ndim)
+        parts = parts - parts.mean(axes, keepdims=True)
+        variance = jnp.square(parts).mean(axes, keepdims=True)
         return (parts * lax.rsqrt(variance + self.epsilon) * scale + bias).reshape(x.shape)

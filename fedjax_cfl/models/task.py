@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.models.layers import flatten
+from fedjax_cfl.models.layers import flatten, mark_real
 from fedjax_cfl.models.targets import regression
 from fedjax_cfl.tree import STATISTICS, as_variables, drop_statistics, pull_statistics
 from fedjax_cfl.types import FirstLayer, Key, Params, Targets, Task
@@ -150,19 +150,38 @@ def _logits_of(module: nn.Module) -> Callable[..., tuple[jax.Array, jax.Array | 
             flags["owner"] = owner
         rngs = None if key is None else {"dropout": key}
         moves = key is not None and STATISTICS in params
-        found = module.apply(
-            as_variables(params),
-            as_float(x),
-            rngs=rngs,
-            mutable=[STATISTICS] if moves else False,
-            **flags,
-        )
+        variables, x = as_variables(params), as_float(x)
         if not moves:
-            return cast(jax.Array, found), None
+            return cast(jax.Array, module.apply(variables, x, rngs=rngs, **flags)), None
+        with nn.intercept_methods(_leave_out_padding(owner)):
+            found = module.apply(variables, x, rngs=rngs, mutable=[STATISTICS], **flags)
         out, changed = cast(tuple[jax.Array, dict], found)
         return out, pull_statistics(params, changed[STATISTICS])
 
     return logits
+
+
+def _leave_out_padding(owner: jax.Array | None) -> Callable[..., Any]:
+    """Returns an interceptor that lets Flax's batch normalisation count real samples alone, by
+    `owner` [B] as in `Task`. Raises InputError where it cannot know them.
+    """
+
+    def instead(call: Any, arguments: tuple, options: dict, context: Any) -> Any:
+        module = context.module
+        if not isinstance(module, nn.BatchNorm) or context.method_name != "__call__":
+            return call(*arguments, **options)
+        x, mask = arguments[0] if arguments else options["x"], options.get("mask")
+        if owner is not None and len(x) == len(owner):
+            real = mark_real(owner, x)
+            options = options | {"mask": real if mask is None else real & mask}
+        elif owner is not None and mask is None:
+            raise InputError(
+                f"model: {module.name} receives {x.shape} of a batch of {len(owner)} samples, some"
+                " of which may be padding; give it [B, ...], or a `mask` of your own by `owner`"
+            )
+        return call(*arguments, **options)
+
+    return instead
 
 
 def _give_output(first: str, params: Params, z: jax.Array) -> Callable[..., Any]:
