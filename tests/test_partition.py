@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import one_line
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -183,6 +184,33 @@ def test_by_user_keeps_the_split():
     np.testing.assert_array_equal(client[holdings.sample], holdings.owner)
     np.testing.assert_array_equal(test[holdings.sample], holdings.test)
     assert sorted(holdings.sample) == list(range(6))
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_some_owners_are_drawn_by_the_seed(split):
+    """With their names, true groups, samples and split; as many as there are: as all are."""
+    client = np.repeat(np.arange(6), 5).astype(np.int32)
+    names, groups = tuple("fedcba"), np.array([np.arange(6), 10 + np.arange(6)])
+    test = np.tile([True, False, False, False, False], 6) if split else None
+    pool = pool_of([15, 15], client, test)._replace(concept=groups, client_names=names)
+    drawn = set()
+    for seed in range(20):
+        held = partition.by_user(pool, clients=2, seed=seed, test_fraction=0.2)
+        chosen = [names.index(name) for name in held.client_names]
+        assert chosen == sorted(chosen) and held.concept.tolist() == groups[:, chosen].tolist()
+        np.testing.assert_array_equal(client[held.sample], np.array(chosen)[held.owner])
+        assert sorted(held.sample) == np.flatnonzero(np.isin(client, chosen)).tolist()
+        assert held.test.sum() == 2 and (not split or test[held.sample[held.test]].all())
+        drawn.add(tuple(chosen))
+        again = partition.auto(pool, clients=2, alpha=1.0, seed=seed, test_fraction=0.2)
+        np.testing.assert_array_equal(again.sample, held.sample)
+    assert len(drawn) > 10
+    every = partition.by_user(pool, clients=6), partition.by_user(pool)
+    for mine, theirs in zip(*every, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    numbered = partition.by_user(pool._replace(client_names=None), clients=2, seed=3)
+    assert numbered.client_names == tuple(np.unique(client[numbered.sample]).tolist())
+    one_line("at most 6 clients are possible with the owners", partition.by_user, pool, clients=7)
 
 
 EVERY = {

@@ -20,6 +20,7 @@ from fedjax_cfl.cli.build import (
 )
 from fedjax_cfl.data.drift import none
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.results import read_clients
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
 from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan
@@ -83,6 +84,23 @@ def test_what_of_a_file_is_not_used_is_said(partition, unused, own):
     config = ask(f"partition={partition}", "dataset.clients=4")
     said = describe_unused(config, *deal_samples(config))
     assert (unused in said) if unused else said is None
+
+
+def test_clients_of_a_file_are_as_many_as_are_asked_for(own, fedjax_cfl):
+    """Its own names stay; what no part of a run reads is refused before anything is read."""
+    own(5)
+    line = "dataset=npz dataset.source.path=own.npz algorithm=fedavg rounds=1 curves=false"
+    status, out, err = fedjax_cfl(f"{line} dataset.clients=3 clients_per_round=3 run_dir=r")
+    assert (status, err) == (0, "") and ": 3 clients," in out and "not used" not in out
+    names = read_clients(Path("r"), "clients.parquet")["client"]
+    assert len(set(names)) == 3 and set(names) < set(range(5))
+    for wrong, says in (
+        ("dataset.clients=9", "partition.clients=9: at most 5 clients are possible"),
+        ("dataset.clients=9 partition.clients=3", "dataset.clients=9: is not read by partition"),
+        ("partition=from_file partition.path=a.json dataset.clients=3", "is not read by partition"),
+    ):
+        status, _, err = fedjax_cfl(f"{line} {wrong} run_dir=other")
+        assert status == 2 and says in err and err.count("\n") == 1 and not Path("other").exists()
 
 
 def test_times_of_a_file_are_said_to_be_unused_without_a_drift_that_reads_them(own):

@@ -22,6 +22,7 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
 from fedjax_cfl.client import Local, make_execution
+from fedjax_cfl.data.datasets.pool import number_owners
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
@@ -274,15 +275,12 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
     """Returns what of a file of the user's own the run does not use, None: it uses all."""
     if "path" not in config["dataset"]["source"]:  # only files of the user's own are named
         return None
-    own = pool.client, pool.test
-    unused = [
-        name
-        for name, column, dealt in zip(
-            ("client", "split"), own, (holdings.owner, holdings.test), strict=True
-        )
-        if column is not None
-        and not np.array_equal(np.asarray(column)[holdings.sample].astype(int), dealt.astype(int))
-    ]
+    unused = []
+    if pool.client is not None:
+        kept = number_owners(pool.client[holdings.sample])  # some of them may have been drawn
+        unused += [] if np.array_equal(kept, holdings.owner) else ["client"]
+    if pool.test is not None and not np.array_equal(pool.test[holdings.sample], holdings.test):
+        unused.append("split")
     if pool.concept is not None and (holdings.concept is None or config["concept"]):
         unused.append("concept")
     lines = []

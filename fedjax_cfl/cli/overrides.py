@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import hydra
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import compose_named, vectorized_names
@@ -129,4 +129,10 @@ def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
     """
     composed, config, default, names = compose_named(overrides)
     check_settings(config, default, collect_rules(config), names)
+    if "dataset.clients" in names and "${dataset.clients}" not in OmegaConf.to_yaml(composed):
+        target = str(config["partition"]["_target_"]).rpartition(".")[2]
+        raise InputError(
+            f"dataset.clients={config['dataset']['clients']}: is not read by partition={target} as"
+            " it is set; use settings of its own, as partition.clients, or another partition"
+        )
     return composed, config

@@ -41,22 +41,34 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_REDRAWS = 1000  # redraws of a random split before giving up
+DEALT = 100  # clients that samples are dealt to, where neither the data nor the user say how many
 
 
-def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
+def by_user(
+    pool: Pool, *, clients: Count | None = None, seed: Seed = 0, test_fraction: BelowOne = 0.1
+) -> Partition:
     """Deals each sample to its natural owner; the pool's own test split is kept where
     it has one.
+
+    Args: `clients` of the owners are drawn, who stay in the order of the pool, None: all; the
+    others are those of all partitions. Raises InputError where there are no owners, or fewer.
     """
+    rng = dealing.check_partition(by_user, locals())
     if pool.client is None:
         raise InputError(
             "partition=by_user: the dataset names no clients, expected one with natural owners or"
             " another partition"
         )
-    clients = int(pool.client.max()) + 1
-    check_value("partition.clients", clients, COUNT)
-    rng = dealing.check_partition(by_user, locals())
-    held = dealing.group_places(pool.client, clients)
+    named = int(pool.client.max()) + 1
+    check_value("partition.clients", named, COUNT)
+    held = dealing.group_places(pool.client, named)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
+    if clients not in (None, named):
+        dealing.check_clients(clients, named, "the owners that the data name")
+        chosen = np.sort(rng.choice(named, clients, replace=False))
+        held, names = [held[k] for k in chosen], pool.client_names or range(named)
+        own["client_names"] = tuple(names[k] for k in chosen)
+        own["concept"] = None if pool.concept is None else pool.concept[..., chosen]
     if test is None:
         return dealing.split_train_test(held, rng, test_fraction)._replace(**own)
     sides = ([part[test[part] == side] for part in held] for side in (False, True))
@@ -66,7 +78,7 @@ def by_user(pool: Pool, *, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Par
 def auto(
     pool: Pool,
     *,
-    clients: Count,
+    clients: Count | None = None,
     alpha: PositiveFloat,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
@@ -74,14 +86,16 @@ def auto(
 ) -> Partition:
     """Deals as `by_user` where the pool names natural owners, else as `dirichlet`.
 
-    Args: as those of `dirichlet`; with natural owners only `seed` and `test_fraction` count.
+    Args: `clients` are drawn of the owners or dealt samples, None: all owners, or `DEALT`; the
+    others are as those of `dirichlet`; with natural owners only `seed` and `test_fraction` count.
     """
     check_arguments(auto, locals(), "partition")
+    common = {"seed": seed, "test_fraction": test_fraction}
     if pool.client is not None:
-        return by_user(pool, seed=seed, test_fraction=test_fraction)
-    common = {"clients": clients, "seed": seed, "test_fraction": test_fraction}
+        return by_user(pool, clients=clients, **common)
+    dealt = DEALT if clients is None else clients
     try:
-        return dirichlet(pool, alpha=alpha, min_samples=min_samples, **common)
+        return dirichlet(pool, clients=dealt, alpha=alpha, min_samples=min_samples, **common)
     except InputError as error:
         # who forgot to name them would look for the cause in numbers that they never set
         raise InputError(
