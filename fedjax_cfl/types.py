@@ -72,7 +72,8 @@ class Task(NamedTuple):
 class Pool(NamedTuple):
     """Labelled samples on the host, before clients hold them."""
 
-    x: np.ndarray  # [N, ...] uint8 (read as x / 255) or float32
+    # [N, ...] uint8 (read as x / 255) or float32; [N, F] also float64, where float32 rounds it
+    x: np.ndarray
     # [N] int32, 0 .. num_classes - 1; without classes float32, [N] any numbers or [N, T] labels
     y: np.ndarray
     num_classes: int  # C; 0: there are no classes, y are numbers to regress, or labels, 0 or 1
@@ -132,6 +133,21 @@ class ClientNames:
         return 0
 
 
+class ExactSamples:
+    """Samples x [rows, F] float64 as their source gives them. No program depends on them, as on
+    `ClientNames`.
+    """
+
+    def __init__(self, x: np.ndarray):
+        self.x = x
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExactSamples)
+
+    def __hash__(self) -> int:
+        return 0
+
+
 class FederatedData(struct.PyTreeNode):
     """A pool of samples x, and N holdings: which client holds which sample, with which label.
 
@@ -165,6 +181,8 @@ class FederatedData(struct.PyTreeNode):
     client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
     # what the source calls class 0, 1, ...; None: their numbers
     class_names: tuple[str, ...] | None = struct.field(pytree_node=False, default=None)
+    # x before it became float32, which `standardize` reads; None: as good as x
+    exact: ExactSamples | None = struct.field(pytree_node=False, default=None)
 
     @property
     def num_clients(self) -> int:

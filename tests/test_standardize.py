@@ -92,6 +92,78 @@ def test_what_never_varies_stays_finite_and_pixels_are_read_as_models_read_them(
     np.testing.assert_allclose(of_pixels.x, of_numbers.x, atol=1e-6)
 
 
+def far_pool(far):
+    """Seconds of some days, a constant, cents, and a feature near 0, all but the last far from 0
+    if `far`; 9 clients.
+    """
+    rng = np.random.default_rng(0)
+    varies = rng.normal(size=(360, 4)) * [20, 0, 0.01, 1]
+    x = varies + np.array([1.7e9, 14.62, 1e6, 0]) * far
+    return cfl.datasets.from_arrays(
+        x=x, y=(varies[:, 0] > 0).astype(int), client=np.arange(360) % 9
+    )
+
+
+@pytest.mark.parametrize("by", ["pool", "client"])
+def test_features_far_from_0_are_scaled_before_they_become_float32(by):
+    pools = [far_pool(far) for far in (True, False)]
+    (far, scaling), (near, _) = (
+        standardize(cfl.federate(pool, cfl.partition.by_user(pool)), by) for pool in pools
+    )
+    assert far.x.dtype == np.float32 and far.exact is None
+    np.testing.assert_allclose(far.x, near.x, atol=2e-5)
+    np.testing.assert_array_equal(np.asarray(far.x)[:, 1], 0)
+    # as predictions do, from the file's own numbers; of one sample, too
+    x, data = pools[0].x, cfl.federate(pools[0], cfl.partition.by_user(pools[0]))
+    row = np.asarray(near.train.order)[0]
+    place = int(near.owner[row])
+    sample = x[np.flatnonzero(x[:, 3] == data.exact.x[row, 3])]
+    np.testing.assert_allclose(scaling.apply(sample, place)[0], far.x[row], atol=1e-6)
+    if by == "client":
+        own = x[pools[0].client == place]
+        want = (own - own.mean(0)) / np.where(own.std(0) > 1e-9, own.std(0), 1)
+        np.testing.assert_allclose(scaling.fit(own).apply(own), want, atol=1e-5)
+
+
+def test_features_that_float32_loses_get_a_hint_and_others_change_no_number(toy):
+    pool = far_pool(True)
+    data = cfl.federate(pool, cfl.partition.by_user(pool))
+    assert "float32 loses what varies" in describe_scales(data, "none")
+    assert describe_scales(data, "pool") is None
+    moved = data.replace(x=data.x[:, ::-1])  # samples that somebody has changed since
+    scaled, _ = standardize(moved, "pool")
+    assert abs(np.asarray(scaled.x)[:, 0].std() - 1) < 0.1
+    x = np.asarray(toy.x, np.float64) + 3  # near enough
+    near = cfl.datasets.from_arrays(x=x, y=np.asarray(toy.y), client=np.asarray(toy.owner))
+    found = cfl.federate(near, cfl.partition.by_user(near, test_fraction=0))
+    assert found.exact is None and found.x.dtype == np.float32
+    scaled, scaling = standardize(found, "pool")
+    assert scaling.mean.dtype == np.float32
+    x = np.asarray(found.x)
+    np.testing.assert_array_equal(scaled.x, (x - scaling.mean) / scaling.deviation)
+    np.testing.assert_array_equal(scaling.apply(x.astype(np.float64)), scaled.x)
+
+
+def test_a_run_far_from_0_predicts_as_it_was_tested(fedjax_cfl):
+    """Whatever type the numbers have in the file that is predicted."""
+    pool = far_pool(True)
+    given = {"y": pool.y, "client": pool.client, "split": np.arange(360) % 4 == 0}
+    np.savez("far.npz", x=pool.x, **given)
+    np.savez("same.npz", x=np.round(pool.x[:, :1]).astype(np.int64), **given)
+    np.savez("one.npz", x=np.round(pool.x[:, :1]).astype(np.int64))
+    line = "dataset=npz algorithm=fedavg rounds=3 local.lr=0.5 clients_per_round=9 curves=false"
+    line += " dataset.standardize=pool"
+    assert fedjax_cfl(f"{line} dataset.source.path=far.npz run_dir=far")[0] == 0
+    assert fedjax_cfl(f"{line} dataset.source.path=same.npz run_dir=same")[0] == 0
+    for name in ("far", "same"):
+        right = cfl.load_run(name).rows[-1]["accuracy"]
+        assert right > 0.9
+        assert f"accuracy {right:.2%} on 90" in fedjax_cfl(f"predict {name} {name}.npz")[1]
+    run, x = cfl.load_run("same"), np.load("one.npz")["x"]
+    np.testing.assert_array_equal(run.predict(0, x[:9]), run.predict(0, x)[:9])
+    np.testing.assert_array_equal(run.predict(0, x[:1].astype(float)), run.predict(0, x)[:1])
+
+
 def test_a_sample_of_two_clients_is_scaled_for_each(toy_pool):
     holdings = cfl.Partition(
         np.array([0, 1, 2, 2, 3, 4]), np.array([0, 0, 0, 1, 1, 1]), np.zeros(6, bool)

@@ -168,14 +168,15 @@ def predict_all(
     met = list_met(run, saved) if "client" in arrays else {}
     model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
     scores = np.zeros((len(x), run.outputs), np.float32)
-    scaled = x if run.final.scaling is None else np.empty(x.shape, np.float32)
+    alike = run.final.scaling is None
+    scaled = run.scale(x) if alike else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
     waiting = []  # clients that are placed by their inputs
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         place, here = met.get(str(client), (None, None))
         known[rows] = here is not None
-        if scaled is not x:
+        if not alike:
             scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
         if here is None and "y" not in arrays and can_place(run, saved):
             waiting.append(rows)

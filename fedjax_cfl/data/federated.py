@@ -11,10 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.datasets.pool import check_pool
+from fedjax_cfl.data.datasets.pool import check_pool, to_float32
 from fedjax_cfl.data.transform import TURNS, turn_images
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import ClientIndex, ClientNames, FederatedData, Partition, Pool
+from fedjax_cfl.types import (
+    ClientIndex,
+    ClientNames,
+    ExactSamples,
+    FederatedData,
+    Partition,
+    Pool,
+)
+
+LOST = 1e-4  # of a feature's range: what is rounded more is kept exactly
 
 
 def check_arrays(pool: Pool, on_host: bool) -> Pool:
@@ -111,8 +120,7 @@ def federate(
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
-    if holdings.code is not None:
-        check_turned(concept, on_host)
+    check_turned(holdings, concept, on_host)
     if on_host:
         return federate_on_host(pool, holdings, concept, clients)
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
@@ -121,14 +129,14 @@ def federate(
     groups, time = known_groups(holdings, clients), find_times(pool, holdings)
     stored, number = np.unique(rows, return_inverse=True)
     if concept is not None:
-        x, y, groups = concept(pool.x[rows], y, owner, clients, pool.num_classes)
+        x, y, groups = concept(to_float32(pool.x[rows]), y, owner, clients, pool.num_classes)
     elif stored.size < len(rows):
         x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
     else:
         x = pool.x[rows]
     train, test, validation = build_views(holdings, clients)
     return FederatedData(
-        x=jnp.asarray(x),
+        x=jnp.asarray(to_float32(x)),
         y=jnp.asarray(y, pool.y.dtype),
         owner=jnp.asarray(owner),
         train=train,
@@ -144,7 +152,18 @@ def federate(
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
         class_names=pool.class_names,
+        exact=keep_exact(x),
     )
+
+
+def keep_exact(x: np.ndarray) -> ExactSamples | None:
+    """Returns samples x [rows, F] float64 as they are where float32 would lose what a feature
+    varies by, because it is far from 0; None: it does not.
+    """
+    if x.dtype != np.float64:
+        return None
+    lost, spread = np.abs(x - to_float32(x)).max(0), np.ptp(x, 0)
+    return ExactSamples(x) if ((lost > LOST * spread) & (spread > 0)).any() else None
 
 
 def build_views(
@@ -159,8 +178,10 @@ def build_views(
     return views[0], views[1], views[2] if len(views) > 2 else None
 
 
-def check_turned(concept: Callable | None, on_host: bool) -> None:
+def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -> None:
     """Raises InputError for what a partition that turns its samples cannot have."""
+    if holdings.code is None:
+        return
     if concept is not None:
         raise InputError(
             "concept: this partition turns and relabels the samples of its own groups; use"
@@ -237,8 +258,9 @@ def federate_on_host(
         for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
     )
     concept_of = known_groups(holdings, clients)
-    host: Any = {"x": pool.x, "y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
+    host: Any = {"y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
     return FederatedData(
+        x=to_float32(pool.x),
         **host,
         train=train,
         test=test,

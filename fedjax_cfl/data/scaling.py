@@ -15,7 +15,8 @@ from fedjax_cfl.validation import check_arguments
 
 Standardize = Literal["none", "client", "pool"]
 BLOCK = 4096  # samples whose moments are added up at once
-ROUNDING = 1e-6  # a deviation that is smaller beside the mean is none
+# a deviation that is smaller beside the mean is rounding, of samples of that type
+ROUNDING = {np.float32: 1e-6, np.float64: 1e-12}
 UNLIKE = 100  # features whose deviations differ by so much are worth a hint
 
 
@@ -23,22 +24,26 @@ class Scaling(NamedTuple):
     """What samples are standardised with, before any model sees them."""
 
     # [1, ...] of all clients, or [K + 1, ...] of each client and then of all
-    mean: np.ndarray  # float32, in the shape of a sample
-    deviation: np.ndarray  # float32 > 0; 1 where a feature never varies
+    # float32, or float64 of samples that float32 cannot hold, in the shape of a sample
+    mean: np.ndarray
+    deviation: np.ndarray  # of the same type, > 0; 1 where a feature never varies
 
     def apply(self, x: np.ndarray, client: int | np.ndarray = -1) -> np.ndarray:
-        """Returns samples x [B, ...] float32, scaled as those of a `client` [] or [B]; -1: by all
-        of them.
+        """Returns samples x [B, ...], uint8 or as exact as they are, as float32, scaled as those of
+        a `client` [] or [B]; -1: by all of them.
         """
         row = client if len(self.mean) > 1 else 0
-        return (_as_float(x) - self.mean[row]) / self.deviation[row]
+        scaled = (_as_float(x, self.mean.dtype) - self.mean[row]) / self.deviation[row]
+        return scaled.astype(np.float32, copy=False)
 
     def fit(self, x: np.ndarray) -> "Scaling":
         """Returns the scaling of a client that is not among them, by its training samples x
         [B, ...]; where clients are not scaled each by its own, and without samples, that of all.
         """
         common = self.mean[-1:], self.deviation[-1:]
-        return Scaling(*_measure(x, *common)) if len(self.mean) > 1 and len(x) else Scaling(*common)
+        if len(self.mean) == 1 or not len(x):
+            return Scaling(*common)
+        return Scaling(*_measure(_as_float(x, self.mean.dtype), *common))
 
 
 def standardize(
@@ -61,21 +66,28 @@ def standardize(
             else "this partition turns the images of its groups; use none"
         )
         raise InputError(f"dataset.standardize={by}: {why}")
-    x = np.asarray(data.x)
+    x = _exact_samples(data)
     sample = np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
     order, start, size = map(np.asarray, (data.train.order, data.train.start, data.train.size))
     own = [sample[order[begin : begin + n]] for begin, n in zip(start, size, strict=True)]
     mean, deviation = _measure(x, rows=np.concatenate(own[:clients]))
     if by == "pool":
         scaling = Scaling(mean, deviation)
-        return data.replace(x=jnp.asarray(scaling.apply(x))), scaling
+        return data.replace(x=jnp.asarray(scaling.apply(x)), exact=None), scaling
     parts = [_measure(x, mean, deviation, rows) for rows in own]
     scaling = Scaling(
         *(np.concatenate(each) for each in zip(*parts, (mean, deviation), strict=True))
     )
     # a sample that several clients hold is another one for each
     scaled = scaling.apply(x[sample], np.asarray(data.owner))
-    return data.replace(x=jnp.asarray(scaled), sample=None), scaling
+    return data.replace(x=jnp.asarray(scaled), sample=None, exact=None), scaling
+
+
+def _exact_samples(data: FederatedData) -> np.ndarray:
+    """Returns samples x [rows, ...]: before they became float32, if they are still the same."""
+    x = np.asarray(data.x)
+    exact = x if data.exact is None else data.exact.x
+    return exact if np.array_equal(exact.astype(x.dtype), x) else x
 
 
 def describe_scales(data: FederatedData, by: Standardize) -> str | None:
@@ -86,8 +98,12 @@ def describe_scales(data: FederatedData, by: Standardize) -> str | None:
         return None
     order = np.asarray(data.train.order)
     rows = order if data.sample is None else np.asarray(data.sample)[order]
-    x = np.asarray(data.x)
-    _, deviation = _moments(x, rows)
+    if data.exact is not None:
+        return (
+            "features are so far from 0 that float32 loses what varies in them;"
+            " dataset.standardize=pool (or client) scales them before"
+        )
+    _, deviation = _moments(np.asarray(data.x), rows)
     deviation = deviation[0][deviation[0] > 0]
     if deviation.size < 2 or deviation.max() < UNLIKE * deviation.min():
         return None
@@ -111,7 +127,7 @@ def _measure(
         return mean, deviation
     own, spread = _moments(x, rows)
     instead = np.ones_like(spread) if deviation is None else deviation
-    return own.astype(np.float32), np.where(spread > 0, spread, instead).astype(np.float32)
+    return own.astype(_kind(x)), np.where(spread > 0, spread, instead).astype(_kind(x))
 
 
 def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,14 +135,23 @@ def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     varies.
     """
     blocks = [rows[begin : begin + BLOCK] for begin in range(0, len(rows), BLOCK)]
-    zero = np.zeros((1, *x.shape[1:]))
-    total = sum((_as_float(x[block]).sum(0, np.float64) for block in blocks), zero)
+    zero, kind = np.zeros((1, *x.shape[1:])), _kind(x)
+    total = sum((_as_float(x[block], kind).sum(0, np.float64) for block in blocks), zero)
     mean = total / len(rows)
-    square = sum((np.square(_as_float(x[block]) - mean).sum(0) for block in blocks), zero)
+    square = sum((np.square(_as_float(x[block], kind) - mean).sum(0) for block in blocks), zero)
     deviation = np.sqrt(square / len(rows))
-    return mean, np.where(deviation > ROUNDING * np.abs(mean), deviation, 0.0)
+    varies = deviation > ROUNDING[kind] * np.abs(mean)
+    # what never varies becomes exactly 0
+    return np.where(varies, mean, _as_float(x[rows[:1]], kind)), np.where(varies, deviation, 0.0)
 
 
-def _as_float(x: np.ndarray) -> np.ndarray:
-    """Returns samples as models read them, see `models.task.as_float`."""
-    return x.astype(np.float32) / 255 if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
+def _kind(x: np.ndarray) -> type[np.floating]:
+    """Returns the type that samples are measured in."""
+    return np.float64 if x.dtype == np.float64 else np.float32
+
+
+def _as_float(x: np.ndarray, kind: np.dtype | type) -> np.ndarray:
+    """Returns samples as models read them, see `models.task.as_float`, those of uint8 as float32
+    and all others of the type `kind`.
+    """
+    return x.astype(np.float32) / 255 if x.dtype == np.uint8 else x.astype(kind, copy=False)

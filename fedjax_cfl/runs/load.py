@@ -31,7 +31,7 @@ from scipy.special import expit, softmax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.client.objective import output_loss
-from fedjax_cfl.data.datasets.pool import MAX_CLASSES
+from fedjax_cfl.data.datasets.pool import MAX_CLASSES, read_features, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models import as_task, multilabel, regression
@@ -171,7 +171,7 @@ class LoadedRun(NamedTuple):
         samples = self.check_samples(x)
         scaling = self.final.scaling
         if scaling is None:
-            return samples
+            return to_float32(samples)
         if place is not None:
             return scaling.apply(samples, place)
         known = samples[:0] if like is None or not len(like) else self.check_samples(like)
@@ -228,15 +228,15 @@ class LoadedRun(NamedTuple):
         return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
 
     def check_samples(self, x: Any) -> np.ndarray:
-        """Returns samples as the models take them: uint8 (read as x / 255) or float32."""
+        """Returns samples as `Pool` has them."""
         x = np.asarray(x)
         if x.dtype.kind not in "buif" or x.shape[1:] != self.sample_shape or not len(x):
             raise InputError(
                 f"x has shape {x.shape} and dtype {x.dtype}, expected numbers of shape"
                 f" {('B', *self.sample_shape)}, B >= 1".replace("'", "")
             )
-        x = x if x.dtype == np.uint8 else x.astype(np.float32)
-        if not np.isfinite(x).all():
+        x = read_features(x)
+        if not np.isfinite(to_float32(x)).all():
             raise InputError("x is NaN or infinite somewhere, expected finite values")
         return x
 
@@ -457,7 +457,7 @@ def check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> N
         return
     for part in scaling:
         rows = part.shape[0] if part.ndim else 0
-        fits = rows in (1, clients + 1) and part.shape[1:] == shape and part.dtype == np.float32
+        fits = rows in (1, clients + 1) and part.shape[1:] == shape and part.dtype.kind == "f"
         if not fits or not np.isfinite(part).all() or part.shape != scaling.mean.shape:
             raise InputError(f"{folder}: its scaling does not fit samples of shape {shape}")
     if not (scaling.deviation > 0).all():

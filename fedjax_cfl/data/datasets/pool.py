@@ -25,8 +25,8 @@ REMEDIES = {
 
 
 def check_pool(pool: Pool, name: str) -> Pool:
-    """Returns the pool with x uint8 or float32, y, client and time int32, test bool, or
-    raises an `InputError` that names the fault.
+    """Returns the pool with x as in `Pool`, y, client and time int32, test bool, or raises an
+    `InputError` that names the fault.
 
     `num_classes` may be `COUNTED`; where it is 0 y becomes float32, and [N, T] are labels. Clients
     are 0 .. K - 1; one without samples keeps its number.
@@ -47,14 +47,14 @@ def check_pool(pool: Pool, name: str) -> Pool:
             f"{name}: x has samples of shape {x.shape[1:]}, expected at least one feature"
         )
     if x.dtype != np.uint8:
-        with np.errstate(over="ignore"):
-            x = x.astype(np.float32, copy=False)
-        bad = ~np.isfinite(x).reshape(len(x), -1).all(axis=1)
+        read = read_features(x)
+        bad = ~np.isfinite(to_float32(read)).reshape(len(x), -1).all(axis=1)
         if bad.any():
             raise InputError(
                 f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample"
                 f" {bad.argmax()}, expected finite values"
             )
+        x = read
     classes = pool.num_classes
     y, classes = _read_labels(name, y, classes) if classes else (_read_targets(name, y), 0)
     given = {field: getattr(pool, field) for field in ("client", "test", "time")}
@@ -69,6 +69,21 @@ def check_pool(pool: Pool, name: str) -> Pool:
             )
         read["test"] = test.astype(bool)
     return pool._replace(x=x, y=y, num_classes=classes, **read)
+
+
+def read_features(x: np.ndarray) -> np.ndarray:
+    """Returns numbers [N, ...] as `Pool` has them: columns [N, F] that float32 rounds as float64,
+    all others as float32, and uint8 as it is.
+    """
+    rounded = to_float32(x)
+    exact = x.ndim != 2 or np.array_equal(rounded, x)
+    return rounded if exact else x.astype(np.float64, copy=False)
+
+
+def to_float32(x: np.ndarray) -> np.ndarray:
+    """Returns numbers as float32, infinite where they are too large, and uint8 as it is."""
+    with np.errstate(over="ignore"):
+        return x if x.dtype == np.uint8 else x.astype(np.float32, copy=False)
 
 
 def _read_labels(name: str, y: np.ndarray, classes: int) -> tuple[np.ndarray, int]:
