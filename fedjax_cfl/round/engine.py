@@ -146,8 +146,6 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         measured = measure_updates(state, after.groups, cohort, work.group, upload, mass, mesh)
         return close_round(parts, after, measured, cohort, upload, log)
 
-    # each test trains every client on its own samples: those of all clients are read
-    adapts, starters = any(layer.adapt for layer in layers), method.start_clients
     return Algorithm(
         init,
         round,
@@ -155,7 +153,7 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         clustered=clustered and not method.own_models,
         own_models=method.own_models,
         split_rows=method.split_rows,
-        data_clients=None if adapts else find_data_clients(starters, system.select.draw),
+        data_clients=find_data_clients(method, layers, system.select.draw),
         nonfinite=system.faults.nonfinite,
         personal_models=make_personal_models(task, local),
         first_rows=make_first_rows(local),

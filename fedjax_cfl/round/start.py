@@ -9,7 +9,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, derive_key
-from fedjax_cfl.method import Round, Start, StartClientsFn, StartFn
+from fedjax_cfl.method import Method, Round, Start, StartFn
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.tree import take_rows
@@ -107,13 +107,14 @@ def keep_groups(r: Round) -> tuple[jax.Array, Report]:
 
 
 def find_data_clients(
-    start_clients: StartClientsFn | None, draw: Callable[..., jax.Array] | None
+    method: Method, layers: tuple[Method, ...], draw: Callable[..., jax.Array] | None
 ) -> Callable[..., jax.Array] | None:
     """Returns `Algorithm.data_clients`: (key, round, size [K]) -> the clients whose samples that
     round reads; round None is the start, and `size` counts each client's training samples. Returns
-    None if they are not known before the run.
+    None if they are not known before the run, or if each test trains every client on its own.
     """
-    if start_clients is None or draw is None:
+    start_clients = method.start_clients
+    if start_clients is None or draw is None or any(layer.adapt for layer in layers):
         return None
 
     def data_clients(key: Key, round: ArrayLike | None, size: jax.Array) -> jax.Array:
