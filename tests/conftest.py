@@ -296,7 +296,8 @@ def call(monkeypatch, line: str, devices: int = 2) -> int:
 
 def kept(state):
     """Returns the `Rows` of a state with one layer; without any values where it keeps nothing."""
-    (rows,) = state.rows.values() or (Rows((), None),)
+    layers = [rows for rows in state.rows.values() if isinstance(rows, Rows)]
+    (rows,) = layers or (Rows((), None),)
     return rows
 
 
