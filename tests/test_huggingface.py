@@ -67,6 +67,7 @@ def test_a_saved_data_set(hf, tmp_path, capsys):
     assert pool.y.tolist() == [0, 1, 1, 0] and pool.class_names == ("dog", "cat")
     assert pool.client.tolist() == [0, 1, 0, 1] and pool.client_names == ("w10", "w2")
     assert capsys.readouterr().err == ""
+    one_line("splits are none, and dataset.source.splits=", huggingface, folder, splits=["train"])
     assert huggingface(folder).client is None
     assert "dataset.source.client=writer_id" in capsys.readouterr().err
 

@@ -302,7 +302,7 @@ def test_other_parts_of_a_parquet_file(path):
         (["fixed", "half"], "column fixed holds lists, expected it as the only one"),
         ("paths", "column paths in row 3 (the first is 1) has no bytes, at most a path"),
         ("broken", "column broken in row 4 (the first is 1): image cannot be read"),
-        ("coloured", "images are grey"),
+        ("coloured", "or mode=rgb or mode=grey"),
         ("sizes", "expected one, or size=[4,5]"),
         ("nope", "x=nope is not there"),
     ],

@@ -1,5 +1,6 @@
 """Data sets of Hugging Face, read by its package `datasets`: see `huggingface`."""
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -67,7 +68,7 @@ def huggingface(
     """
     check_arguments(huggingface, locals(), "dataset.source")
     try:
-        import datasets
+        hf: Any = importlib.import_module("datasets")  # an extra
     except ImportError:
         raise InputError(
             f"{path}: the package datasets is not installed, expected it for Hugging Face's data:"
@@ -75,40 +76,40 @@ def huggingface(
         ) from None
     from fedjax_cfl.data.datasets.frame import Columns, Reading, make_pool, to_table
 
-    parts = load_parts(path, config)
-    chosen = [None] if None in parts else list(choose_splits(path, list(parts), splits))
+    parts = load_parts(hf, path, config)
+    there = [name for name in parts if name is not None]
+    alone = not there and splits is None
+    chosen = [None] if alone else list(choose_splits(path, there, splits))
     with report_damage(path, "splits with the same columns", "data set"):
-        held = datasets.concatenate_datasets([parts[name] for name in chosen])
+        held = hf.concatenate_datasets([parts[name] for name in chosen])
     if len(chosen) > 1:
         if split is not None:
             raise InputError(f"{path}: has splits of its own, and split={split}, expected null")
         split, last = TESTS, len(parts[chosen[-1]])
         held = held.add_column(TESTS, [0] * (len(held) - last) + [1] * last)
     named = {"x": x, "y": y, "client": client, "time": time, "split": split}
-    columns = Columns(**choose_columns(path, held, named))
+    columns = Columns(**choose_columns(hf, path, held, named))
     with report_damage(path, "columns that are there", "data set"):
-        table = to_table(take_columns(held, columns), str(path))
+        table = to_table(take_columns(hf, held, columns), str(path))
     label = held.features[columns.y]
-    names = label.names if isinstance(label, datasets.ClassLabel) and num_classes != 0 else None
-    if names and table.frame[columns.y].min() < 0:
+    names = label.names if isinstance(label, hf.ClassLabel) and num_classes != 0 else None
+    if names and (table.frame[columns.y].to_numpy() < 0).any():
         raise InputError(
             f"{path}: column {columns.y} is below 0 in some rows, expected labels: this split is"
             " published without them"
         )
     reading = Reading(num_classes=len(names) if names else num_classes, size=size, mode=mode)
     pool = make_pool(table, columns, reading)
-    images = isinstance(held.features.get(str(columns.x)), datasets.Image)
+    images = isinstance(held.features.get(str(columns.x)), hf.Image)
     if images and pool.x.shape[-1] == 1:
         pool = pool._replace(x=pool.x[..., 0])
     return pool._replace(class_names=tuple(names)) if names else pool
 
 
-def load_parts(path: str | Path, config: str | None) -> dict[str | None, Any]:
+def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None, Any]:
     """Returns the data sets of a folder or of the hub by split, None: it has no splits. Those of
     partition_0, partition_1, ... are joined, and the column `OWNER` says which a row is from.
     """
-    import datasets
-
     root = os.path.expanduser(path)
     inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
     if os.path.isabs(root) and not os.path.isdir(root):  # no name of the hub, which is not asked
@@ -117,7 +118,7 @@ def load_parts(path: str | Path, config: str | None) -> dict[str | None, Any]:
     expected = "a data set of the hub, or a folder that save_to_disk wrote"
     with report_damage(path, expected, "data set"):
         if not numbers:
-            return load_part(root, config)
+            return load_part(hf, root, config)
         lost = next((i for i in range(len(numbers)) if i not in numbers), None)
         if lost is not None:
             raise InputError(
@@ -126,7 +127,7 @@ def load_parts(path: str | Path, config: str | None) -> dict[str | None, Any]:
             )
         if others := [name for name in inside if name not in numbers.values() and name[0] != "."]:
             warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
-        parts = [load_part(os.path.join(root, numbers[i]), config) for i in range(len(numbers))]
+        parts = [load_part(hf, os.path.join(root, numbers[i]), config) for i in range(len(numbers))]
         joined: dict[str | None, list[Any]] = {split: [] for split in parts[0]}
         for number, part in enumerate(parts):
             if set(part) != set(joined):
@@ -136,35 +137,31 @@ def load_parts(path: str | Path, config: str | None) -> dict[str | None, Any]:
                 )
             for split, rows in part.items():
                 joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
-        return {split: datasets.concatenate_datasets(rows) for split, rows in joined.items()}
+        return {split: hf.concatenate_datasets(rows) for split, rows in joined.items()}
 
 
-def load_part(path: str, config: str | None) -> dict[str | None, Any]:
+def load_part(hf: Any, path: str, config: str | None) -> dict[str | None, Any]:
     """Returns the data sets of a folder, file or name by split, None: it has no splits."""
-    import datasets
-
     saved = ("dataset_dict.json", "state.json")
     if path.endswith(".parquet"):
-        found = datasets.load_dataset("parquet", data_files=path, split="train")
+        found = hf.load_dataset("parquet", data_files=path, split="train")
     elif any(os.path.exists(os.path.join(path, name)) for name in saved):
-        found = datasets.load_from_disk(path)
+        found = hf.load_from_disk(path)
     else:
-        found = datasets.load_dataset(path, config)
+        found = hf.load_dataset(path, config)
     return dict(found) if isinstance(found, dict) else {None: found}
 
 
-def choose_columns(path: str | Path, held: Any, named: dict[str, Any]) -> dict[str, Any]:
+def choose_columns(hf: Any, path: str | Path, held: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Returns which column is what: those that are `named`, else as `huggingface` says. Raises
     InputError where none or several fit.
     """
-    import datasets
-
     features, chosen = held.features, dict(named)
-    arrays = datasets.Array2D, datasets.Array3D, datasets.Array4D, datasets.Array5D
+    arrays = hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D
     length = "lists of a fixed length"
     kinds = {
-        "x": {"images": datasets.Image, "arrays": arrays, length: datasets.List},
-        "y": {"class labels": datasets.ClassLabel},
+        "x": {"images": hf.Image, "arrays": arrays, length: hf.List},
+        "y": {"class labels": hf.ClassLabel},
     }
     for role in kinds:
         for kind, types in kinds[role].items():
@@ -193,21 +190,19 @@ def choose_columns(path: str | Path, held: Any, named: dict[str, Any]) -> dict[s
     return chosen
 
 
-def take_columns(held: Any, columns: Any) -> Any:
+def take_columns(hf: Any, held: Any, columns: Any) -> Any:
     """Returns columns as a table of Arrow: images as bytes of files, arrays as lists, and clients
     and splits that are class labels as their words.
     """
-    import datasets
     import pyarrow as pa
-    from datasets.table import embed_table_storage
 
     x = [columns.x] if isinstance(columns.x, str) else columns.x
     wanted = list(dict.fromkeys([*x, *(name for name in columns._replace(x=None) if name)]))
-    table = embed_table_storage(held.select_columns(wanted).with_format("arrow")[:])
+    table = hf.table.embed_table_storage(held.select_columns(wanted).with_format("arrow")[:])
     words = {columns.client, columns.split} - {columns.y}
     for place, name in enumerate(table.column_names):
         feature, column = held.features[name], table[name]
-        if isinstance(feature, datasets.ClassLabel) and name in words:
+        if isinstance(feature, hf.ClassLabel) and name in words:
             column = pa.array([feature.int2str(number) for number in column.to_pylist()])
         if isinstance(column.type, pa.ExtensionType):
             chunks = [chunk.storage for chunk in column.chunks]

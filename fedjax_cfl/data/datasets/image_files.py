@@ -102,7 +102,7 @@ def read_image(
             deep |= image.mode == "I" and opened.format in ("PNG", "PPM")
         if "A" in image.getbands() or "transparency" in image.info:
             image = image.convert("LA" if image.mode in GREY else "RGBA")
-            if image.getchannel("A").getextrema()[0] < 255:
+            if np.asarray(image)[..., -1].min() < 255:
                 raise ValueError("it is transparent, and what is behind it is not said")
         if deep:
             image = Image.fromarray(np.asarray(image).astype(np.float32) / 65535)

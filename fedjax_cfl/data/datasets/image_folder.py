@@ -180,7 +180,7 @@ def read_metadata(
         if "file_name" not in table.frame:
             raise InputError(
                 f"{file}: column file_name is missing, expected the name of an image in each row;"
-                f" found {list_names(list(table.frame))}"
+                f" found {list_names(list(map(str, table.frame)))}"
             )
         where = [str(file.parent / str(name)) for name in table.frame["file_name"]]
         frames.append(table.frame.assign(file_name=where))
