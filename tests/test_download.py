@@ -2,19 +2,42 @@
 
 import hashlib
 import http.server
+import io
 import subprocess
 import sys
+import tarfile
 import threading
 
 import pytest
 from conftest import one_line
 
 from fedjax_cfl.data.datasets import download
-from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, Remote, fetch, locate
+from fedjax_cfl.data.datasets.download import (
+    DATA_ENV_VAR,
+    MEMBERS,
+    REGISTRY,
+    RETRIES,
+    Remote,
+    fetch,
+    list_public,
+    locate,
+)
 
 BODY = b"\0\0\x08\x01" + bytes(5000)
 SHA256 = hashlib.sha256(BODY).hexdigest()
-NAMES = ("good.gz", "truncated.gz", "wrong.gz", "page.gz", "absent.gz")
+NAMES = ("good.gz", "truncated.gz", "wrong.gz", "page.gz", "absent.gz", "flaky.gz")
+
+
+def pack() -> bytes:
+    """Returns an archive of two files, and of one that nobody asks for."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz", format=tarfile.USTAR_FORMAT) as archive:
+        for name in ("inside/a.bin", "inside/b.bin", "../escaped"):
+            info = tarfile.TarInfo(name)
+            info.size = len(BODY)
+            archive.addfile(info, io.BytesIO(BODY))
+    # the time of packing stands in the head of a gzip file
+    return content.getvalue()[:4] + bytes(4) + content.getvalue()[8:]
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -31,7 +54,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "page.gz": b"<html>sign in first</html>",
             "absent.gz": b"no",
         }.get(name, BODY)
-        self.send_header("Content-Length", str(len(body) * (2 if name == "truncated.gz" else 1)))
+        if name == "packed.tar.gz":
+            body = pack()
+        breaks_off = name == "truncated.gz" or self.asked == ["flaky.gz"]
+        self.send_header("Content-Length", str(len(body) * (2 if breaks_off else 1)))
         self.end_headers()
         self.wfile.write(body)
 
@@ -46,8 +72,10 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.delenv(DATA_ENV_VAR, raising=False)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(Handler, "asked", [])
+    monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     for name in NAMES:
-        monkeypatch.setitem(REGISTRY, name[:-3], Remote("http://127.0.0.1:9/", {name: SHA256}))
+        remote = Remote(f"sha256:{SHA256}", f"http://127.0.0.1:9/{name}")
+        monkeypatch.setitem(REGISTRY, f"{name[:-3]}/{name}", remote)
     return tmp_path / "cache"
 
 
@@ -79,7 +107,7 @@ import sys
 from pathlib import Path
 from fedjax_cfl.data.datasets import download
 download.cache_dir = lambda: Path(sys.argv[1])
-download.REGISTRY["good"] = download.Remote("http://127.0.0.1:9/", {"good.gz": sys.argv[3]})
+download.REGISTRY["good/good.gz"] = download.Remote(f"sha256:{sys.argv[3]}", "http://[::1]:9/")
 print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.fromhex(sys.argv[4]))
 """
 
@@ -97,11 +125,11 @@ def test_two_processes_at_once(cache, server):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("truncated", "broke off"),
-        ("wrong", "SHA-256"),
-        ("page", "SHA-256"),
-        ("absent", "answered 404"),
-        ("good", "no connection"),
+        ("truncated", "IncompleteRead"),
+        ("wrong", "does not match the known hash"),
+        ("page", "does not match the known hash"),
+        ("absent", "404 Client Error"),
+        ("good", "Max retries exceeded"),
     ],
 )
 def test_bad_answers_leave_nothing(cache, server, name, says):
@@ -146,9 +174,33 @@ def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
     assert Handler.asked == []
 
 
+def test_a_transfer_that_breaks_off_is_tried_again(cache, server):
+    assert fetch("flaky", base_url=server)[0].read_bytes() == BODY
+    assert Handler.asked == ["flaky.gz"] * 2
+    one_line("IncompleteRead", fetch, "truncated", base_url=server)
+    assert Handler.asked.count("truncated.gz") == 1 + RETRIES
+
+
+def test_an_archive_is_unpacked_where_its_files_are_looked_for(cache, server, monkeypatch):
+    name, parts = "packed/packed.tar.gz", ("inside/a.bin", "inside/b.bin")
+    digest = f"sha256:{hashlib.sha256(pack()).hexdigest()}"
+    monkeypatch.setitem(REGISTRY, name, Remote(digest, "http://127.0.0.1:9/"))
+    monkeypatch.setitem(MEMBERS, name, parts)
+    expected = [cache / "packed" / part for part in parts]
+    assert fetch("packed", base_url=server) == fetch("packed", offline=True) == expected
+    assert [path.read_bytes() for path in expected] == [BODY, BODY]
+    assert not list(cache.rglob("escaped")) and Handler.asked == ["packed.tar.gz"]
+    expected[1].unlink()
+    one_line("packed/inside/b.bin; put it into", fetch, "packed", offline=True)
+    monkeypatch.setitem(REGISTRY, name, Remote(f"sha256:{SHA256}", "http://127.0.0.1:9/"))
+    one_line("does not match the known hash", fetch, "packed", base_url=server)
+    assert not expected[1].exists(), "nothing is unpacked that is not verified"
+
+
 def test_registry_is_well_formed():
-    for name in ("mnist", "fashion_mnist"):
-        digests = REGISTRY[name].files.values()
-        assert len(set(digests)) == 4 and all(
-            len(bytes.fromhex(digest)) == 32 for digest in digests
-        )
+    assert list_public() == ["mnist", "fashion_mnist", "cifar10", "cifar100", "svhn"]
+    digests = [remote.digest.removeprefix("sha256:") for remote in REGISTRY.values()]
+    assert len(set(digests)) == 12 and all(len(bytes.fromhex(each)) == 32 for each in digests)
+    assert {*MEMBERS} < {*REGISTRY}
+    for path, remote in REGISTRY.items():
+        assert remote.url.startswith("http") and path.endswith(remote.url.rpartition("/")[2])

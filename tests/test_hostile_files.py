@@ -20,7 +20,7 @@ import pytest
 from conftest import one_line, refusal
 
 from fedjax_cfl.data.datasets import download, images, leaf, npy, npz, readers
-from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, list_wanted
 from fedjax_cfl.data.datasets.images import FASHION, fashion_mnist, femnist, mnist
 
 X, Y = np.arange(12, dtype=np.float32).reshape(4, 3), np.array([0, 1, 2, 1])

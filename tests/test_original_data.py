@@ -17,7 +17,7 @@ import pytest
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import images
-from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, locate
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, list_wanted, locate
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.images import femnist, mnist
 from fedjax_cfl.data.datasets.sent140 import read_tweets
@@ -160,7 +160,7 @@ def test_original_sent140_totals():
 
 
 def test_mnist_recipe_on_the_original_images():
-    originals(*(f"mnist/{name}" for name in REGISTRY["mnist"].files))
+    originals(*list_wanted("mnist"))
     pool = mnist(standardize=False, offline=True)
     held = partition.power_law(pool, clients=1000)
     counts = np.zeros((1000, 10), int)

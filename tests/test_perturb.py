@@ -161,7 +161,7 @@ def test_bad_tables_are_one_line(root, read, text, message):
 
 def test_missing_tables_are_named(root):
     for read in (datasets.elec2, datasets.speech_commands):
-        with pytest.raises(InputError, match=r"no download\): not found: \w+/\w+.csv.gz; put it"):
+        with pytest.raises(InputError, match=r"not found: \w+/\w+.csv.gz; put it .* of https://"):
             read()
 
 

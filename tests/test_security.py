@@ -204,7 +204,7 @@ def told(monkeypatch):
 
 
 def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compiler.platformdirs, "user_cache_dir", lambda name: tmp_path / "cache")
     use_compile_cache()
     folder = Path(told["jax_compilation_cache_dir"])
     assert (
@@ -218,6 +218,6 @@ def test_compiled_programs_are_nobody_elses(told, tmp_path, monkeypatch):
 
 def test_without_a_home_there_is_no_cache(told, tmp_path, monkeypatch):
     (tmp_path / "cache").write_text("")
-    monkeypatch.setattr(compiler, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(compiler.platformdirs, "user_cache_dir", lambda name: tmp_path / "cache")
     use_compile_cache()
     assert told == {}

@@ -59,7 +59,7 @@ def test_the_split_of_the_files_is_kept(home):
 
 
 def test_no_files(home):
-    one_line("shakespeare (made by LEAF's scripts, no download)", cfl.datasets.shakespeare)
+    one_line("LEAF's scripts make it, https://github.com/", cfl.datasets.shakespeare)
 
 
 def test_the_model_sees_characters_and_not_sizes():

@@ -364,9 +364,7 @@ def test_bad_tweets(name, root):
 
 
 def test_bad_folders_and_settings(root):
-    one_line(
-        "sent140 (made by LEAF's scripts, no download): not found: sent140/data/train", sent140
-    )
+    one_line("sent140: not found: sent140/data/train", sent140)
     root.mkdir()
     one_line("not found", sent140)
     (root / "train").mkdir()

@@ -19,19 +19,20 @@ from fedjax_cfl.cli.build import use_run_devices
 from fedjax_cfl.data.datasets import images
 from fedjax_cfl.data.datasets.celeba import IMAGES as CELEBA_IMAGES
 from fedjax_cfl.data.datasets.celeba import PLACES as CELEBA
-from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, REGISTRY, cache_dir, locate, search_dirs
+from fedjax_cfl.data.datasets.download import (
+    DATA_ENV_VAR,
+    cache_dir,
+    list_public,
+    list_wanted,
+    locate,
+    search_dirs,
+)
 from fedjax_cfl.data.datasets.elec2 import FILE as ELEC2
 from fedjax_cfl.data.datasets.sent140 import PLACES as SENT140
 from fedjax_cfl.data.datasets.shakespeare import PLACES as SHAKESPEARE
 from fedjax_cfl.data.datasets.speech_commands import FILE as SPEECH_COMMANDS
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.labels import find_version
-
-
-def registered_paths(name: str) -> tuple[str, ...]:
-    """Returns the files of a data set that can be downloaded."""
-    return tuple(f"{name}/{file}" for file in REGISTRY[name].files)
-
 
 # packages that every run needs, some only at its end
 ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "hydra-core", "pyyaml")
@@ -48,8 +49,8 @@ FEMNIST_FILES: tuple[Paths, ...] = (
 )
 # The ways in which a data set that is read from files may be here, the first that is.
 FILES: dict[str, tuple[Paths, ...]] = {
-    "mnist": (registered_paths("mnist"),),
-    "fashion_mnist": (registered_paths("fashion_mnist"), images.FASHION),
+    "mnist": (tuple(list_wanted("mnist")),),
+    "fashion_mnist": (tuple(list_wanted("fashion_mnist")), images.FASHION),
     "femnist": FEMNIST_FILES,
     "femnist_writers": FEMNIST_FILES,
     "sent140": (*SENT140, ("sent140/data/",), ("sent140/",)),
@@ -156,7 +157,7 @@ def _data() -> list[Row]:
         folder = folders[0] / FILES[name][0][0].partition("/")[0]
         remedy = (
             f"fedjax-cfl download {name}"
-            if name in REGISTRY
+            if name in list_public()
             else f"only if you need it: put its files into {folder}"
         )
         row = (describe_files(files), "ok", "") if files else ("not here", "note", remedy)

@@ -2,7 +2,7 @@
 
 import argparse
 
-from fedjax_cfl.data.datasets.download import REGISTRY, download
+from fedjax_cfl.data.datasets.download import download, list_public
 from fedjax_cfl.errors import parse_arguments
 
 
@@ -11,7 +11,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="fedjax-cfl download", description="Fetch public data sets and verify them by SHA-256."
     )
-    parser.add_argument("names", nargs="+", metavar="NAME", help=f"one of {', '.join(REGISTRY)}")
+    parser.add_argument(
+        "names", nargs="+", metavar="NAME", help=f"one of {', '.join(list_public())}"
+    )
     for name, paths in download(parse_arguments(parser, argv).names).items():
         print(f"{name}: {', '.join(map(str, paths))}")
     return 0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jax
 import jaxlib.version
+import platformdirs
 from jax.sharding import Mesh
 
-from fedjax_cfl.data.datasets.download import cache_dir
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Task
 
@@ -104,10 +104,9 @@ def check_jax_settings() -> None:
             )
 
 
-def use_compile_cache() -> None:
-    """Keeps compiled programs in the user's cache, readable by no other user; a folder
-    per kind of processor. What XLA measured of a GPU's kernels to choose between them is kept
-    there, too.
+def find_compile_cache() -> Path:
+    """Returns the folder of compiled programs in the user's cache, one for each kind of
+    processor.
     """
     try:
         flags = next(
@@ -118,7 +117,15 @@ def use_compile_cache() -> None:
     except (OSError, StopIteration):
         flags = platform.processor()
     kind = hashlib.sha256(flags.encode()).hexdigest()[:12]
-    folder = cache_dir() / "compiled" / f"{platform.machine()}-{kind}"
+    cache = Path(platformdirs.user_cache_dir("fedjax_cfl"))
+    return cache / "compiled" / f"{platform.machine()}-{kind}"
+
+
+def use_compile_cache() -> None:
+    """Keeps compiled programs in `find_compile_cache`, readable by no other user. What XLA measured
+    of a GPU's kernels to choose between them is kept there, too.
+    """
+    folder = find_compile_cache()
     with contextlib.suppress(OSError):  # without a home, programs are compiled every time
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)

@@ -44,9 +44,7 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     files, images = locate_first(PLACES), locate_first(IMAGES)
     if files is None or images is None:
         absent = "celeba/data/all_data" if files is None else IMAGES[0][0]
-        raise missing_data_error(
-            "celeba (made by LEAF's scripts from the aligned images, no download)", absent
-        )
+        raise missing_data_error("celeba", absent)
     parts = [read_users([part], _faces) for part in files]
     names, faces, y, client, test = join_users(parts, 1, users, seed)
     if not names:

@@ -33,7 +33,8 @@ def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
     as in `mnist`; usps/usps.h5 (groups train and test of data [n, 256] and target,
     needs h5py); sign_digits/sign_language_digits_gray64.npz (images and labels); for
     SVHN svhn/train_32x32.mat and svhn/test_32x32.mat as published, or svhn/svhn.npz
-    (images [n, 32, 32, 3] uint8, labels, split). Only MNIST is downloaded.
+    (images [n, 32, 32, 3] uint8, labels, split). Only MNIST is downloaded, and SVHN by
+    `fedjax-cfl download svhn`.
     """
     readers_of: list[Callable[[], Source]] = [lambda: _mnist(offline), _usps, _sign]
     parts = [read() for read in [*readers_of, *([_svhn] if svhn else [])]]
@@ -106,7 +107,7 @@ def _svhn() -> Source:
         return np.float32(1 / 255) * x, y, read_test_mask(path[0], arrays["split"], y)
     paths = locate(*SVHN_MAT)
     if paths is None:
-        raise missing_data_error("svhn (no download)", *SVHN_MAT, SVHN)
+        raise missing_data_error("svhn", *SVHN_MAT, SVHN)
     parts = [_read_mat(path) for path in paths]
     x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
     return np.float32(1 / 255) * x, y, np.arange(len(y)) >= len(parts[0][1])

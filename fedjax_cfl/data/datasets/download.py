@@ -11,49 +11,50 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import platformdirs
 
+from fedjax_cfl.data.datasets.readers import line_of
 from fedjax_cfl.errors import InputError, suggest_nearest
 
 DATA_ENV_VAR = "FEDJAX_CFL_DATA"
-TIMEOUT = 30  # seconds without an answer
+RETRIES = 2  # of a transfer that breaks off, or of a file that is damaged
 
 
 class Remote(NamedTuple):
-    """A public data set: one folder of a web server."""
+    """A public file."""
 
-    base_url: str
-    files: dict[str, str]  # file name -> SHA-256 in hex
+    digest: str  # sha256: and its SHA-256 in hex
+    url: str
 
 
-IDX = (
-    "train-images-idx3-ubyte.gz",
-    "train-labels-idx1-ubyte.gz",
-    "t10k-images-idx3-ubyte.gz",
-    "t10k-labels-idx1-ubyte.gz",
-)
-MNIST = (
-    "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
-    "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c",
-    "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6",
-    "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6",
-)
-FASHION_MNIST = (
-    "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
-    "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
-    "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
-    "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
-)
-REGISTRY = {
-    "mnist": Remote(
-        "https://ossci-datasets.s3.amazonaws.com/mnist/", dict(zip(IDX, MNIST, strict=True))
+def read_registry(path: Path) -> dict[str, Remote]:
+    """Returns the public files of a registry by their paths under a data root."""
+    lines = (line.split() for line in path.read_text().splitlines() if line[:1] != "#")
+    return {name: Remote(digest, url) for name, digest, url in lines}
+
+
+REGISTRY = read_registry(Path(__file__).with_name("registry.txt"))
+# what the archives among them hold
+MEMBERS = {
+    "cifar10/cifar-10-binary.tar.gz": tuple(
+        f"cifar-10-batches-bin/{name}.bin"
+        for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
     ),
-    "fashion_mnist": Remote(
-        "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
-        dict(zip(IDX, FASHION_MNIST, strict=True)),
+    "cifar100/cifar-100-binary.tar.gz": tuple(
+        f"cifar-100-binary/{name}"
+        for name in ("train.bin", "test.bin", "fine_label_names.txt", "coarse_label_names.txt")
     ),
+}
+LEAF = "LEAF's scripts make it, https://github.com/TalwalkarLab/leaf/tree/master/data/{}"
+# where the others are got from, by name
+PAGES = {
+    **{name: LEAF.format(name) for name in ("celeba", "femnist", "sent140", "shakespeare")},
+    "elec2": "its columns are those of https://www.openml.org/d/151",
+    "sign_digits": "images are those of https://github.com/ardamavi/Sign-Language-Digits-Dataset",
+    "speech_commands": "counts are of the clients of https://github.com/SymbioticLab/FedScale",
+    "usps": "it is at https://www.kaggle.com/datasets/bistaumanga/usps-dataset",
 }
 
 
@@ -108,17 +109,38 @@ def require(name: str, *relative_paths: str) -> list[Path]:
     """
     found = locate(*relative_paths)
     if found is None:
-        raise missing_data_error(f"{name} (no download)", *relative_paths)
+        raise missing_data_error(name, *relative_paths)
     return found
 
 
-def missing_data_error(name: str, *relative_paths: str) -> InputError:
-    """Returns the error for a data set that is not here, which says what to put where."""
+def missing_data_error(name: str, *relative_paths: str, why: str = "") -> InputError:
+    """Returns the error for a data set that is not here, which says what to put where, and where to
+    get it; `why`: it is not downloaded now.
+    """
     absent = [relative for relative in relative_paths if _find(relative) is None]
+    source = f"`fedjax-cfl download {name}` does it" if name in list_public() else PAGES[name]
     return InputError(
-        f"{name}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder named"
-        f" in {DATA_ENV_VAR}"
+        f"{name}{why}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder"
+        f" named in {DATA_ENV_VAR} ({source})"
     )
+
+
+def list_public() -> list[str]:
+    """Returns the names of the data sets that can be downloaded."""
+    return list(dict.fromkeys(path.partition("/")[0] for path in REGISTRY))
+
+
+def list_files(name: str) -> dict[str, list[str]]:
+    """Returns, for each file of a public data set, the paths of what is read of it: itself, or the
+    members of an archive.
+    """
+    paths = [path for path in REGISTRY if path.startswith(f"{name}/")]
+    return {path: [f"{name}/{part}" for part in MEMBERS.get(path, ())] or [path] for path in paths}
+
+
+def list_wanted(name: str) -> list[str]:
+    """Returns the paths of all that is read of a public data set."""
+    return [path for paths in list_files(name).values() for path in paths]
 
 
 def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list[Path]:
@@ -128,20 +150,19 @@ def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list
     With `offline`, nothing is downloaded and a missing file is an error. `base_url`
     names another server with the same files.
     """
-    if name not in REGISTRY:
+    if name not in list_public():
         raise InputError(
             f"download={name}: no such data set, expected one of"
-            f" {', '.join(REGISTRY)}{suggest_nearest(name, REGISTRY)}"
+            f" {', '.join(list_public())}{suggest_nearest(name, list_public())}"
         )
-    remote = REGISTRY[name]
-    relative = [f"{name}/{file}" for file in remote.files]
-    if offline and locate(*relative) is None:
-        raise missing_data_error(f"{name} (offline)", *relative)
-    base = (base_url or remote.base_url).rstrip("/")
-    return [
-        _find(path) or _retrieve(f"{base}/{file}", digest, cache_dir() / path)
-        for path, (file, digest) in zip(relative, remote.files.items(), strict=True)
-    ]
+    wanted = list_wanted(name)
+    if offline and locate(*wanted) is None:
+        raise missing_data_error(name, *wanted, why=" (offline)")
+    for path, parts in list_files(name).items():
+        if locate(*parts) is None:
+            url = REGISTRY[path].url
+            _retrieve(path, f"{base_url}/{Path(path).name}" if base_url else url)
+    return locate(*wanted) or []
 
 
 def download(names: str | Iterable[str], base_url: str | None = None) -> dict[str, list[Path]]:
@@ -152,45 +173,28 @@ def download(names: str | Iterable[str], base_url: str | None = None) -> dict[st
     }
 
 
-def _retrieve(url: str, digest: str, target: Path) -> Path:
-    """Downloads one file to `target`; it appears there only when complete and with the
-    right SHA-256.
+def _retrieve(path: str, url: str) -> None:
+    """Downloads a file of the registry into the cache folder; it appears there only when complete
+    and with the right SHA-256, and is unpacked then.
     """
     import pooch  # with requests, a slow import that an offline run does not need
 
-    # The progress bar needs tqdm, which is not one of our dependencies.
+    # pooch's progress bar needs tqdm, which is not one of our dependencies
     bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-    # pooch types a downloader's `check_only` more narrowly than its own classes
-    downloader = cast(Any, pooch.HTTPDownloader(progressbar=bar, timeout=TIMEOUT))
+    target = cache_dir() / path
+    store = pooch.create(
+        target.parent,
+        "",
+        registry={target.name: REGISTRY[path].digest},
+        urls={target.name: url},
+        retry_if_failed=RETRIES,
+    )
+    unpack = pooch.Untar(list(MEMBERS[path]), extract_dir=".") if path in MEMBERS else None
     try:
-        pooch.retrieve(
-            url, f"sha256:{digest}", fname=target.name, path=target.parent, downloader=downloader
-        )
+        store.fetch(target.name, unpack, progressbar=bar)
     except (OSError, ValueError) as error:
         # the exceptions of requests are OSErrors (or, for a bad address, ValueErrors)
-        place = (
-            f"put {target.name} into {target.parent} or into {target.parent.name}/ in a folder"
-            f" named in {DATA_ENV_VAR}"
-        )
-        raise InputError(f"{target.parent.name}: {url}: {_reason(error)}; {place}") from error
-    return target
-
-
-def _reason(error: Exception) -> str:
-    import requests
-
-    chain = f"{error!r}".lower()
-    if isinstance(error, requests.HTTPError) and error.response is not None:
-        return f"the server answered {error.response.status_code}, expected the file"
-    if "incompleteread" in chain or isinstance(error, requests.exceptions.ChunkedEncodingError):
-        return "the transfer broke off, expected the complete file"
-    if isinstance(error, requests.Timeout):
-        return f"no answer within {TIMEOUT} seconds"
-    if isinstance(error, requests.ConnectionError):
-        return "no connection to the server"
-    if isinstance(error, ValueError) and "hash" in chain:
-        return (
-            "SHA-256 of what came is wrong (a damaged file or an error page), expected the"
-            " published one"
-        )
-    return " ".join(str(error).split())
+        raise InputError(
+            f"{target.parent.name}: {url}: {line_of(error)}; put {target.name} into {target.parent}"
+            f" or into {target.parent.name}/ in a folder named in {DATA_ENV_VAR}"
+        ) from error

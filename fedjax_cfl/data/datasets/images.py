@@ -6,7 +6,12 @@ from typing import Literal
 import numpy as np
 
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.download import REGISTRY, fetch, locate, missing_data_error
+from fedjax_cfl.data.datasets.download import (
+    fetch,
+    list_wanted,
+    locate,
+    missing_data_error,
+)
 from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
@@ -16,10 +21,7 @@ from fedjax_cfl.validation import check_arguments
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 DIGITS = Path(__file__).with_name("digits.npz")  # images 0 .. 16, labels 0 .. 9
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
-CIFAR = tuple(
-    f"cifar10/cifar-10-batches-bin/{part}.bin"
-    for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-)
+CIFAR = tuple(list_wanted("cifar10"))
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
 CIFAR_100 = tuple(f"cifar100/cifar-100-binary/{part}.bin" for part in ("train", "test"))
 # bytes of an image of CIFAR, its red, green and blue pixels; before it come its labels
@@ -69,8 +71,7 @@ def fashion_mnist(
     a seventh of every class, always the same for the same files.
     """
     check_arguments(fashion_mnist, locals(), "dataset.source")
-    relative = [f"fashion_mnist/{file}" for file in REGISTRY["fashion_mnist"].files]
-    pooled = locate(*FASHION) if locate(*relative) is None else None
+    pooled = locate(*FASHION) if locate(*list_wanted("fashion_mnist")) is None else None
     if pooled is None:
         x, y, test = _idx("fashion_mnist", fetch("fashion_mnist", offline))
         rows = ~test
@@ -120,10 +121,7 @@ def femnist(
             )
         pool = pool._replace(x=pool.x.reshape(-1, 28, 28))
     else:
-        raise missing_data_error(
-            "femnist (offline)" if offline else "femnist (made by LEAF's scripts, no download)",
-            FEMNIST,
-        )
+        raise missing_data_error("femnist", FEMNIST, why=" (offline)" if offline else "")
     writer = np.asarray(pool.client)
     if classes == "digits":
         keep = pool.y < 10
@@ -142,7 +140,7 @@ def cifar10(centered: bool = False) -> Pool:
     Files: the official binary version, unpacked, under cifar10/cifar-10-batches-bin/,
     with the official split as `test`; else the 12,242 images of
     cifar10/cifar10_clients00-21.npz, whose official split is lost (`test` is None).
-    There is no download.
+    They are downloaded by `fedjax-cfl download cifar10` alone.
     """
     batches, part = locate(*CIFAR), locate(CIFAR_PART)
     if batches is not None:
@@ -156,9 +154,7 @@ def cifar10(centered: bool = False) -> Pool:
         arrays = read_images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
-        raise missing_data_error(
-            "cifar10 (the binary version, or a part; no download)", CIFAR[0], CIFAR_PART
-        )
+        raise missing_data_error("cifar10", CIFAR[0], CIFAR_PART)
     return check_pool(_center(pool) if centered else pool, "cifar10")
 
 
@@ -168,12 +164,12 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
 
     Files: the official binary version, unpacked, under cifar100/cifar-100-binary/: train.bin and
     test.bin, and {fine,coarse}_label_names.txt, from which classes have names, if it is there.
-    There is no download.
+    They are downloaded by `fedjax-cfl download cifar100` alone.
     """
     check_arguments(cifar100, locals(), "dataset.source")
     paths = locate(*CIFAR_100)
     if paths is None:
-        raise missing_data_error("cifar100 (the binary version; no download)", *CIFAR_100)
+        raise missing_data_error("cifar100", *CIFAR_100)
     records = [_records(path, labels=2, most=50_000) for path in paths]
     column, classes = (1, 100) if labels == "fine" else (0, 20)
     pool = Pool(

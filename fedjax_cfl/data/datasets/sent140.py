@@ -122,11 +122,7 @@ def _files() -> list[list[Path]]:
         return [train, test] if train and test and len(train) + len(test) == len(own) else [own]
     stand_in = locate(f"sent140/{STAND_IN}.gz")  # or unpacked
     if stand_in is None:
-        raise missing_data_error(
-            "sent140 (made by LEAF's scripts, no download)",
-            "sent140/data/train",
-            "sent140/data/test",
-        )
+        raise missing_data_error("sent140", "sent140/data/train", "sent140/data/test")
     return [stand_in]
 
 

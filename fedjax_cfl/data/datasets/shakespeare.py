@@ -23,9 +23,7 @@ def shakespeare() -> Pool:
     """
     found = locate_first(PLACES)
     if found is None:
-        raise missing_data_error(
-            "shakespeare (made by LEAF's scripts, no download)", "shakespeare/data/train"
-        )
+        raise missing_data_error("shakespeare", "shakespeare/data/train")
     pool = leaf(found[0].parent if len(found) == 2 else found[0])
     if pool.test is not None or pool.client is None:
         return pool
