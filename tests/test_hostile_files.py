@@ -85,8 +85,8 @@ IDX = {
 def test_idx(name, tmp_path):
     content, says = IDX[name]
     path = written(tmp_path / "data" / "mnist" / "train-images-idx3-ubyte.gz", content)
-    for other in list(REGISTRY["mnist"].files)[1:]:
-        written(path.with_name(other), idx(Y.astype(np.uint8)))
+    for other in list_wanted("mnist")[1:]:
+        written(tmp_path / "data" / other, idx(Y.astype(np.uint8)))
     tracemalloc.start()
     try:
         error = one_line(says, mnist, True, True)
