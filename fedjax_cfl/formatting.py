@@ -2,6 +2,7 @@
 
 import re
 import unicodedata
+from typing import Any
 
 from rich.markup import escape
 
@@ -74,3 +75,11 @@ def clean_name(value: object) -> str:
         value = value.decode("utf-8", "backslashreplace")
     text = unicodedata.normalize("NFC", str(value)).strip()
     return re.sub(r"^([+-]?[0-9]+)\.0+$", r"\1", text)
+
+
+def name_columns(frame: Any) -> dict[str, Any] | None:
+    """Returns the names of the columns of a frame in their one form, and as it has them; None for
+    an array, which has no names.
+    """
+    names = getattr(frame, "column_names", getattr(frame, "columns", None))
+    return None if names is None else {clean_name(name): name for name in names}

@@ -118,16 +118,16 @@ class ClientIndex(struct.PyTreeNode):
     size: jax.Array  # [K] int32
 
 
-class ClientNames:
-    """Names [K] of clients, as their source gives them. No program depends on them: all of
-    them count as equal, so that nothing is compiled again for other names.
+class SourceNames:
+    """Names of clients [K] or features [F], as their source gives them. No program depends on
+    them: all of them count as equal, so that nothing is compiled again for other names.
     """
 
     def __init__(self, names: tuple[str | int, ...]):
         self.names = names
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ClientNames)
+        return isinstance(other, SourceNames)
 
     def __hash__(self) -> int:
         return 0
@@ -135,7 +135,7 @@ class ClientNames:
 
 class ExactSamples:
     """Samples x [rows, F] float64 as their source gives them. No program depends on them, as on
-    `ClientNames`.
+    `SourceNames`.
     """
 
     def __init__(self, x: np.ndarray):
@@ -178,11 +178,15 @@ class FederatedData(struct.PyTreeNode):
     # samples to choose a round by, as `test`; they do not drift; None: there are none
     validation: ClientIndex | None = None
     # what the source calls its clients; None: their numbers
-    client_names: ClientNames | None = struct.field(pytree_node=False, default=None)
+    client_names: SourceNames | None = struct.field(pytree_node=False, default=None)
     # what the source calls class 0, 1, ...; None: their numbers
     class_names: tuple[str, ...] | None = struct.field(pytree_node=False, default=None)
     # x before it became float32, which `standardize` reads; None: as good as x
     exact: ExactSamples | None = struct.field(pytree_node=False, default=None)
+    # what the source calls its features [F]; None: it has no names for them
+    columns: SourceNames | None = struct.field(pytree_node=False, default=None)
+    # the source has x as uint8, which are read as x / 255
+    pixels: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def num_clients(self) -> int:

@@ -12,7 +12,7 @@ from conftest import call, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints
-from fedjax_cfl.runs.load import are_class_names
+from fedjax_cfl.runs.load import are_names
 from fedjax_cfl.runs.place import can_place
 
 LINE = (
@@ -132,7 +132,7 @@ def test_a_client_without_a_model_is_named(run):
 )
 def test_names_of_classes_need_no_order(run, names, labels):
     """As 9, 10 in a file of labels with gaps, and as the features of a Hugging Face data set."""
-    assert are_class_names(list(names), 2)
+    assert are_names(list(names), 2)
     assert run._replace(class_names=names).check_labels(labels, 3).tolist() == [1, 0, 1]
 
 

@@ -2,8 +2,8 @@
 
 An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names; the numbers that a run
 regressed; or labels [N, T]), client [N] (names as in clients.parquet) and split [N] (0 train, 1
-test); any other file, or folder, is read with the settings by which the run read its own. A client
-of the run uses its own model.
+test); any other file, or folder, is read with the settings by which the run read its own, the
+columns of a table by name. A client of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y, unless the method
 places clients by their inputs alone. Where clients of the run mix all models, it finds its weights
@@ -22,14 +22,17 @@ from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
+from fedjax_cfl.data.datasets.table import read_new_samples
 from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.results import atomic_write, write_columns
 from fedjax_cfl.scores import ACCURACY, MICRO_F1, Score, find_score
 from fedjax_cfl.types import Pool
 
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
+TABLES = ("csv", "jsonl", "parquet")
 MOST_CLASSES = 20  # of a confusion matrix that is printed
 
 
@@ -59,13 +62,16 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--out",
-        metavar="OUT.npz",
-        help="write predicted, model, known [N] and, of classes or labels, probabilities [N, C]",
+        metavar="OUT",
+        help="write predicted, model, known [N] and, of classes or labels, probabilities [N, C], to"
+        " an .npz or a .csv",
     )
     given = parse_arguments(parser, argv)
     files = [Path(name) for name in (given.out, given.file) if name]
     if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
+    if given.out and not given.out.lower().endswith((".npz", ".csv")):
+        raise InputError(f"--out={given.out}: must end in .npz or .csv")
     run = load_run(given.run_dir)
     if given.confusion and not run.num_classes:
         raise InputError("--confusion: counts classes, and the run had none")
@@ -126,17 +132,21 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
             f"{file}: number_text=true numbers the text of each file by itself; expected an .npz of"
             " numbers"
         )
-    if "concept" in source:  # a table
-        unread = [] if labels else ["y"]
-        if source["x"] is not None:  # else they would be features
-            unread += ["time", "concept"]
-        source |= dict.fromkeys(unread)
-    elif not labels:
-        raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
     known = run.class_names
     if "num_classes" in source and (known is None or all(name.isdecimal() for name in known)):
         # a label that no sample of this file has is no gap
         source["num_classes"] = run.num_classes if known is None else 1 + max(map(int, known))
+    if name in TABLES and run.columns is not None:
+        return read_new_samples(name, source | {"path": file}, run.columns, labels)
+    if not labels and name not in TABLES:
+        raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
+    if name in TABLES:
+        unread = [] if labels else ["y"]
+        if source["x"] is not None:  # else they would be features
+            unread += ["time", "concept"]
+        source |= dict.fromkeys(unread)
+    elif run.columns is not None and source.get("x", "") is None:
+        source["x"] = list(run.columns)
     return getattr(datasets, name)(**source | {"path": file})
 
 
@@ -174,7 +184,7 @@ def predict_all(
     ends = np.cumsum(np.bincount(number))[:-1]
     waiting = []  # clients that are placed by their inputs
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        place, here = met.get(str(client), (None, None))
+        place, here = met.get(clean_name(client), (None, None))
         known[rows] = here is not None
         if not alike:
             scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
@@ -206,7 +216,7 @@ def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | n
     used = index if saved.weights is None else list(saved.weights)
     each = zip(run.table["client"].tolist(), index, used, strict=True)
     return {
-        str(name): (place, mine if model >= 0 else None)
+        clean_name(name): (place, mine if model >= 0 else None)
         for place, (name, model, mine) in enumerate(each)
     }
 
@@ -319,8 +329,24 @@ def write_predictions(
         arrays["classes"] = np.array([*names, *map(str, numbers)])
         arrays["predicted"] = arrays["classes"][found.predicted]
     try:
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **arrays)
+        if path.lower().endswith(".csv"):
+            write_columns(path, list_rows(arrays))
+        else:
+            with atomic_write(path) as temporary, open(temporary, "wb") as file:
+                np.savez(file, **arrays)
     except OSError as error:
         raise InputError(f"--out={path}: cannot be written: {error.strerror}") from None
     print(f"written to {path}")
+
+
+def list_rows(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
+    """Returns a row for each sample, with a column for each class or label."""
+    columns = {}
+    for name in ("predicted", "model", "known", "probabilities"):
+        values = arrays.get(name, np.empty((0, 0)))
+        if values.ndim == 1:
+            columns[name] = values.tolist()
+            continue
+        classes = arrays.get("classes", np.arange(values.shape[1]))
+        columns |= {f"{name} {c}": own.tolist() for c, own in zip(classes, values.T, strict=True)}
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -16,11 +16,11 @@ from fedjax_cfl.data.transform import TURNS, turn_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import (
     ClientIndex,
-    ClientNames,
     ExactSamples,
     FederatedData,
     Partition,
     Pool,
+    SourceNames,
 )
 
 LOST = 1e-4  # of a feature's range: what is rounded more is kept exactly
@@ -115,6 +115,7 @@ def federate(
     owner = holdings.owner
     check_writable("client", holdings.client_names)
     check_writable("class", pool.class_names)
+    check_writable("column", pool.columns)
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(
@@ -153,6 +154,8 @@ def federate(
         client_names=known_names(holdings),
         class_names=pool.class_names,
         exact=keep_exact(x),
+        columns=None if pool.columns is None else SourceNames(pool.columns),
+        pixels=pool.x.dtype == np.uint8,
     )
 
 
@@ -227,9 +230,9 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
     return np.where(shared, -1, time[holdings.sample])
 
 
-def known_names(holdings: Partition) -> ClientNames | None:
+def known_names(holdings: Partition) -> SourceNames | None:
     """Returns the names of the clients, None where the source gives none."""
-    return None if holdings.client_names is None else ClientNames(holdings.client_names)
+    return None if holdings.client_names is None else SourceNames(holdings.client_names)
 
 
 def check_writable(what: str, names: Iterable[object] | None) -> None:
@@ -268,6 +271,8 @@ def federate_on_host(
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
         class_names=pool.class_names,
+        columns=pool.columns and SourceNames(pool.columns),
+        pixels=pool.x.dtype == np.uint8,
     )
 
 
@@ -420,5 +425,5 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
         sample=jnp.asarray(sample, jnp.int32),
         turns=cut(data.turns, rows),
         time=cut(data.time, rows),
-        client_names=names and ClientNames(tuple(names.names[k] for k in clients.tolist())),
+        client_names=names and SourceNames(tuple(names.names[k] for k in clients.tolist())),
     )

@@ -17,6 +17,7 @@ from fedjax_cfl.data.dealing import (
     split_train_test,
 )
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import BelowOne, Seed
 
@@ -57,7 +58,7 @@ def read_lists(file: Path, samples: int) -> Held:
     sides = [found["train"], found["test"]] if split else [found]
     if len({type(side) for side in sides}) > 1:
         raise InputError(f"{file}: train and test are a list and an object, expected the same")
-    named = [side if isinstance(side, dict) else _by_number(file, side) for side in sides]
+    named = [_clean(file, side) for side in sides]
     keys, _ = number_names([key for side in named for key in side])
     lists = [_numbers(file, key, side.get(key, [])) for side in named for key in keys]
     cell = np.repeat(np.arange(len(lists)), [len(numbers) for numbers in lists])
@@ -67,10 +68,17 @@ def read_lists(file: Path, samples: int) -> Held:
     return sample, owner.astype(np.int32), side == 1 if split else None, names
 
 
-def _by_number(file: Path, lists: Any) -> dict[str, Any]:
-    if not isinstance(lists, list):
+def _clean(file: Path, lists: Any) -> dict[str, Any]:
+    """Returns lists by the names of their clients, or by their numbers."""
+    if isinstance(lists, list):
+        lists = {str(k): numbers for k, numbers in enumerate(lists)}
+    if not isinstance(lists, dict):
         raise InputError(f"{file}: holds a {type(lists).__name__}, expected {EXPECTED}")
-    return {str(k): numbers for k, numbers in enumerate(lists)}
+    names = list(map(clean_name, lists))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{file}: client {shorten(twice)} is there twice, expected each once")
+    return dict(zip(names, lists.values(), strict=True))
 
 
 def _numbers(file: Path, client: str, numbers: Any) -> np.ndarray:

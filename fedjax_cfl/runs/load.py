@@ -7,8 +7,8 @@ format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves a
 `['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
 models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
 One whose samples were standardised has `['scaling']` in `final/`, see `data.scaling`.
-`final/` also says in its facts what samples look like: sample_shape, num_classes and, of labels,
-how many they are.
+`final/` also says in its facts what samples look like: sample_shape, num_classes, whether they were
+pixels (uint8), the names of their columns, if they have any, and, of labels, how many they are.
 
 Only the package's own models are built from a run's settings. Your own module is an
 argument, so that reading a directory imports nothing that it names.
@@ -34,6 +34,7 @@ from fedjax_cfl.client.objective import output_loss
 from fedjax_cfl.data.datasets.pool import MAX_CLASSES, read_features, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.formatting import clean_name, name_columns
 from fedjax_cfl.models import as_task, multilabel, regression
 from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
@@ -84,16 +85,18 @@ class LoadedRun(NamedTuple):
     num_classes: int  # 0: y were numbers that the run regressed, or labels
     class_names: tuple[str, ...] | None = None  # of class 0, 1, ..., where labels were text
     outputs: int = 1  # of the models: C classes, 1 number, or T labels
+    columns: tuple[str, ...] | None = None  # of features [F], None: they have no names
+    pixels: bool | None = None  # samples were uint8, read as x / 255; None: an old run does not say
 
     def find_client(self, client: str | int) -> int:
         """Returns the row of a client in `table`. Raises InputError for a name that the
         run does not have.
         """
-        names = self.table["client"].tolist()
-        if client not in names:
-            nearest = suggest_nearest(str(client), map(str, names))
+        names = list(map(clean_name, self.table["client"].tolist()))
+        if (wanted := clean_name(client)) not in names:
+            nearest = suggest_nearest(wanted, names)
             raise InputError(f"client={client}: the run has no client of this name{nearest}")
-        return names.index(client)
+        return names.index(wanted)
 
     def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the classes [B] int32 that a client's model, or its mixture of models, gives
@@ -228,13 +231,22 @@ class LoadedRun(NamedTuple):
         return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
 
     def check_samples(self, x: Any) -> np.ndarray:
-        """Returns samples as `Pool` has them."""
+        """Returns samples as `Pool` has them.
+
+        The columns of a frame are taken by name where those of the run have names.
+        """
+        there = name_columns(x)
+        if self.columns is not None and there is not None:
+            x = take_columns(x, there, self.columns)
         x = np.asarray(x)
         if x.dtype.kind not in "buif" or x.shape[1:] != self.sample_shape or not len(x):
             raise InputError(
                 f"x has shape {x.shape} and dtype {x.dtype}, expected numbers of shape"
                 f" {('B', *self.sample_shape)}, B >= 1".replace("'", "")
             )
+        if self.pixels:
+            return read_pixels(x)
+        x = x.astype(np.float32) if x.dtype == np.uint8 and self.pixels is False else x
         x = read_features(x)
         if not np.isfinite(to_float32(x)).all():
             raise InputError("x is NaN or infinite somewhere, expected finite values")
@@ -248,11 +260,10 @@ class LoadedRun(NamedTuple):
         if not self.num_classes:
             shape = (samples, self.outputs) if self.has_labels() else (samples,)
             return check_targets(y, shape, self.has_labels())
-        if y.dtype.kind == "S":
-            y = np.char.decode(y, "utf-8", "backslashreplace")
         numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
-        if numbers and y.dtype.kind in "iuf":  # labels had gaps, and classes are named by them
-            y = np.array([f"{label:g}" for label in y.tolist()])
+        # numbers with gaps name their classes as text does
+        if y.dtype.kind in "SU" or (numbers and y.dtype.kind in "iuf"):
+            y = np.array(list(map(clean_name, y.ravel().tolist()))).reshape(y.shape)
         if y.dtype.kind == "U" and self.class_names is not None:
             unknown = y[~np.isin(y, self.class_names)]
             if unknown.size:
@@ -268,6 +279,39 @@ class LoadedRun(NamedTuple):
             wrong = y[(y < 0) | (y >= self.num_classes)][0]
             raise InputError(f"y={wrong}: between 0 and {self.num_classes - 1} is allowed")
         return y.astype(np.int32)
+
+
+def take_columns(frame: Any, there: dict[str, Any], columns: tuple[str, ...]) -> np.ndarray:
+    """Returns the columns of a frame, see `name_columns`, in the order of those of a run. Raises
+    InputError for a frame that lacks one or has others.
+    """
+    for name in columns:
+        if name not in there:
+            nearest = suggest_nearest(name, set(there) - set(columns))
+            raise InputError(f"x has no column {name}, which the run was trained on{nearest}")
+    if other := [name for name in there if name not in columns]:
+        raise InputError(
+            f"x has a column {other[0]}, which the run was not trained on"
+            f"{suggest_nearest(other[0], columns)}"
+        )
+    return np.stack([np.asarray(frame[there[name]]) for name in columns], axis=1)
+
+
+def read_pixels(x: np.ndarray) -> np.ndarray:
+    """Returns pixels [B, ...] of any type as uint8, or, where none is above 1, as float32 that were
+    divided by 255 already. Raises InputError for other numbers.
+    """
+    if x.dtype == np.uint8:
+        return x
+    low, high = x.min(), x.max()
+    if x.dtype.kind == "f" and low >= 0 and high <= 1:
+        return x.astype(np.float32)
+    if not (low >= 0 and high <= 255 and (x == np.floor(x)).all()):  # NaN fails, too
+        raise InputError(
+            f"x is {low} .. {high}, and the run was trained on uint8, read as x / 255: give whole"
+            " numbers from 0 to 255, or x / 255"
+        )
+    return x.astype(np.uint8)
 
 
 def check_targets(y: np.ndarray, shape: tuple[int, ...], labels: bool) -> np.ndarray:
@@ -310,6 +354,7 @@ def load_run(
             )
     settings = read_settings(run_dir)
     shape, classes, names, labels = check_facts(run_dir / FINAL, facts)
+    columns = facts.get("columns") and tuple(facts["columns"])
     check_scaling(run_dir / FINAL, final, shape)
     targets, outputs = find_targets(run_dir, settings, classes, targets), labels or max(classes, 1)
     module = module or build_module(settings["model"]["module"], outputs)
@@ -323,7 +368,7 @@ def load_run(
     assert tables.clients is not None
     table, assignments = tables.clients, tables.assignments
     run = settings, summary, rows, table, assignments, final, best, task, shape, classes, names
-    return LoadedRun(*run, outputs)
+    return LoadedRun(*run, outputs, columns, facts.get("pixels"))
 
 
 def check_facts(
@@ -341,7 +386,10 @@ def check_facts(
         and all(type(size) is int and 0 < size <= INT32_MAX for size in shape),
         "num_classes": type(classes) is int and 0 <= classes <= MAX_CLASSES,
         "labels": type(labels) is int and 0 <= labels <= MAX_CLASSES and not (labels and classes),
-        "class_names": names is None or are_class_names(names, classes),
+        "class_names": names is None or are_names(names, classes),
+        "columns": facts.get("columns") is None
+        or (are_names(facts["columns"], INT32_MAX) and shape == [len(facts["columns"])]),
+        "pixels": facts.get("pixels") in (None, False, True),
     }
     for name, holds in known.items():
         if not holds:
@@ -377,8 +425,8 @@ def find_targets(
     return found
 
 
-def are_class_names(names: Any, classes: Any) -> bool:
-    """Returns whether names can be those of classes 0, 1, ...: all different, in any order."""
+def are_names(names: Any, classes: Any) -> bool:
+    """Returns whether names can be those of classes 0, 1, ..., or of columns: all different."""
     known = isinstance(names, list) and all(isinstance(name, str) for name in names)
     return known and len(set(names)) == len(names) and 0 < len(names) <= classes
 

@@ -174,7 +174,10 @@ def save_final(
         "run_id": run_id,
         "sample_shape": list(data.x.shape[1:]),
         "num_classes": data.num_classes,
+        "pixels": data.pixels,
     }
+    if data.columns is not None:
+        facts["columns"] = list(data.columns.names)
     if data.y.ndim > 1:
         facts["labels"] = data.y.shape[1]
     if data.class_names is not None:

@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.pool import (
     read_test_mask,
 )
 from fedjax_cfl.errors import InputError, warn_of_file
-from fedjax_cfl.formatting import clean_name
+from fedjax_cfl.formatting import clean_name, name_columns
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, check_arguments
 
@@ -166,7 +166,9 @@ def from_arrays(
             raise InputError(f"arrays: {name} is None, expected an array")
     if "time" in arrays and arrays["time"].dtype.kind == "M":
         arrays["time"] = count_seconds("arrays", arrays["time"])
-    return build_pool("arrays", arrays, num_classes)
+    names = name_columns(x)
+    pool = build_pool("arrays", arrays, num_classes)
+    return pool if names is None else pool._replace(columns=tuple(names))
 
 
 def _plain_array(name: str, value: Any) -> np.ndarray:

@@ -7,7 +7,7 @@ said, or refused.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -147,11 +147,10 @@ def choose_features(
     have two parts, or that hold no features.
     """
     path, there = table.name, list(table.frame.columns)
-    given = None if x is None else [clean_name(name) for name in ([x] if isinstance(x, str) else x)]
+    given = None if x is None else list(map(clean_name, _list(x)))
     named = [*roles.items(), *(("x", name) for name in given or ())]
-    for role, name in named:
-        if name not in there:
-            raise InputError(f"{path}: {role}={name} is not there{describe_columns(name, there)}")
+    refuse_absent(table, named)
+    for _, name in named:
         if [other for _, other in named].count(name) > 1:
             twice = ", ".join(other for other, same in named if same == name)
             raise InputError(f"{path}: column {name} is {twice}, expected one part each")
@@ -179,29 +178,49 @@ def choose_features(
     return features
 
 
-def match_columns(table: Table, columns: Columns, trained: Sequence[str]) -> list[str]:
-    """Returns the features that a run was `trained` on, for a table of new samples. Raises
-    InputError where one is missing, or where another one would be taken that the run did not know.
-    """
+def refuse_absent(table: Table, named: Iterable[tuple[str, str]]) -> None:
+    """Raises InputError for a column that is not there; `named` are (role, column)."""
     there = list(table.frame.columns)
-    for name in trained:
+    for role, name in named:
         if name not in there:
             raise InputError(
-                f"{table.name}: column {name} is missing, which the run was trained on"
-                f"{describe_columns(name, [each for each in there if each not in trained])}"
+                f"{table.name}: {role}={name} is not there{describe_columns(name, there)}"
             )
-    roles = {clean_name(name) for name in np.ravel([r for r in columns if r]).tolist()}
-    if columns.x is None:
-        rest = [name for name in there if name not in roles and not WRITTEN.fullmatch(name)]
-        for name in rest:
-            if name in trained or COUNTER.fullmatch(name):
-                continue
-            if find_kind(table.frame[name]) == "numbers":
-                raise InputError(
-                    f"{table.name}: column {name} is not one that the run was trained on"
-                    f"{suggest_nearest(name, trained)}, expected {list_names(list(trained))} alone"
-                )
-    return list(trained)
+
+
+def match_columns(table: Table, columns: Columns, trained: Sequence[str], labels: bool) -> Columns:
+    """Returns which column of a table of new samples is what, for a run that was `trained` on
+    features of these names; with False `labels` there are none, and times and concepts are not
+    read.
+
+    Raises InputError where a column is missing, or where there is one more that the run, whose x
+    was not named, would have been trained on.
+    """
+    there = list(table.frame.columns)
+    used = columns._replace(y=columns.y if labels else None, time=None, concept=None)
+    roles = [(role, clean_name(name)) for role in ROLES for name in _list(getattr(used, role))]
+    refuse_absent(table, roles)
+    for name in trained:
+        if name not in there:
+            rest = [each for each in there if each not in trained]
+            raise InputError(
+                f"{table.name}: column {name} is missing, which the run was trained on"
+                f"{describe_columns(name, rest or there)}"
+            )
+    known = {clean_name(name) for each in columns for name in _list(each)} | {*trained}
+    for name in there if columns.x is None else ():
+        if name in known or WRITTEN.fullmatch(name) or COUNTER.fullmatch(name):
+            continue
+        if find_kind(table.frame[name]) == "numbers":
+            raise InputError(
+                f"{table.name}: column {name} is not one that the run was trained on"
+                f"{suggest_nearest(name, trained)}, expected {list_names(list(trained))} alone"
+            )
+    return used._replace(x=list(trained))
+
+
+def _list(names: list[str] | str | None) -> list[str]:
+    return [] if names is None else [names] if isinstance(names, str | int) else list(names)
 
 
 def describe_columns(name: str, there: list[str]) -> str:

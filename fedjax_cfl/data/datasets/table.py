@@ -1,17 +1,21 @@
 """Tables of one row a sample, whose columns the user names: of a file, or a frame of pandas."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fedjax_cfl.data import tables
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, Rule, check_arguments, or_none
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
+
+    from fedjax_cfl.data.datasets import frame
 
 SIGN = Rule(
     "one character, or tab",
@@ -155,32 +159,42 @@ def _check(reader: Any, given: dict[str, Any]) -> None:
     check_arguments(reader, {**given, "y": y}, "dataset.source")
 
 
-def read_source(
-    kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any], trained: tuple[str, ...] = ()
-) -> Pool:
-    """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`.
-
-    Args: `trained` are the features of the run that the samples are for, () of none: they are
-    taken by name. Raises InputError for files that lack one of them, or have others.
-    """
+def read_source(kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any]) -> Pool:
+    """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`."""
     from fedjax_cfl.data.datasets import frame
 
     columns = frame.Columns(*(source[role] for role in frame.Columns._fields))
-    names = ("number_text", "num_classes", "decimal", "size", "mode")
-    reading = frame.Reading(**{name: source[name] for name in names if name in source})
-    if kind == "csv":
-        sign = "\t" if source["delimiter"] == "tab" else source["delimiter"]
-        if sign == source["decimal"]:
-            raise InputError(
-                f"dataset.source.delimiter={source['delimiter']}: is decimal as well; choose"
-                " another"
-            )
-        text = [columns.client, columns.split, columns.time, columns.concept]
-        text += [columns.y] if reading.num_classes != 0 else []
-        table = tables.read_csv(source["path"], sign, source["decimal"], list(map(str, text)))
-    else:
-        read = tables.read_jsonl if kind == "jsonl" else tables.read_parquet
-        table = read(source["path"])
-    if trained:
-        columns = columns._replace(x=frame.match_columns(table, columns, trained))
-    return frame.make_pool(table, columns, reading)
+    return frame.make_pool(_read_files(kind, source), columns, _find_reading(source))
+
+
+def read_new_samples(
+    kind: Any, source: dict[str, Any], trained: Sequence[str], labels: bool
+) -> Pool:
+    """Returns the pool of new samples for a run, of files that `source` describes as those of the
+    run; `kind` is as in `read_source`, the others as in `frame.match_columns`.
+    """
+    from fedjax_cfl.data.datasets import frame
+
+    table = _read_files(kind, source)
+    columns = frame.Columns(*(source[role] for role in frame.Columns._fields))
+    used = frame.match_columns(table, columns, trained, labels)
+    return frame.make_pool(table, used, _find_reading(source))
+
+
+def _read_files(kind: str, source: dict[str, Any]) -> tables.Table:
+    if kind != "csv":
+        return (tables.read_jsonl if kind == "jsonl" else tables.read_parquet)(source["path"])
+    sign = "\t" if source["delimiter"] == "tab" else source["delimiter"]
+    if sign == source["decimal"]:
+        raise InputError(
+            f"dataset.source.delimiter={source['delimiter']}: is decimal as well; choose another"
+        )
+    roles = [source[role] for role in ("client", "split", "time", "concept")]
+    roles += [source["y"]] if source["num_classes"] != 0 else []  # else numbers to regress
+    return tables.read_csv(source["path"], sign, source["decimal"], list(map(clean_name, roles)))
+
+
+def _find_reading(source: dict[str, Any]) -> "frame.Reading":
+    from fedjax_cfl.data.datasets import frame
+
+    return frame.Reading(**{name: source[name] for name in frame.Reading._fields if name in source})
