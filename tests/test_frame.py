@@ -170,6 +170,19 @@ def test_what_is_hardly_a_feature_is_refused_unless_it_is_named(column, says, ki
     assert read_as(kind, frame.head(10), tmp_path).columns == ("a", "b", "c")  # by chance
 
 
+def test_rows_are_counted_in_each_file(tmp_path):
+    counted = pd.DataFrame({"Id": np.arange(ROWS) + 1, **SOUND})
+    steps = counted.rename(columns={"Id": "step"}).astype({"step": float})
+    for name in ("a", "b"):
+        write(counted, tmp_path / f"{name}.csv")
+    assert csv(tmp_path, "y").columns == ("a", "b")
+    for name in ("a", "b"):
+        write(steps, tmp_path / f"{name}.csv")
+    one_line("column step counts the rows, 1, 2, ...", csv, tmp_path, "y")
+    write(steps.iloc[::-1], tmp_path / "b.csv")
+    assert csv(tmp_path, "y").columns == ("step", "a", "b")
+
+
 def test_what_looks_alike_but_is_a_feature_is_taken():
     hours, other = np.arange(ROWS) % 24, np.where(np.arange(ROWS) == 0, 1, SOUND["y"])
     other[0] = 1 - SOUND["y"][0]
@@ -333,4 +346,4 @@ def test_a_table_that_is_none_is_one_line():
     one_line("column 'a' is there 2 times", cfl.from_frame, frame, "y")
     one_line("table has no rows", cfl.from_frame, frame.head(0).iloc[:, 1:], "y")
     mixed = pd.DataFrame({"a": [1, 2], "y": ["u", 3]})
-    one_line("column y is text first and not so in row 2", cfl.from_frame, mixed, "y")
+    one_line("column y holds numbers and text", cfl.from_frame, mixed, "y")

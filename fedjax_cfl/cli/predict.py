@@ -341,12 +341,12 @@ def write_predictions(
 
 def list_rows(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Returns a row for each sample, with a column for each class or label."""
-    columns = {}
-    for name in ("predicted", "model", "known", "probabilities"):
-        values = arrays.get(name, np.empty((0, 0)))
-        if values.ndim == 1:
-            columns[name] = values.tolist()
-            continue
-        classes = arrays.get("classes", np.arange(values.shape[1]))
-        columns |= {f"{name} {c}": own.tolist() for c, own in zip(classes, values.T, strict=True)}
+    columns = {name: arrays[name].tolist() for name in ("model", "known")}
+    for name in ("predicted", "probabilities"):
+        values = arrays.get(name)
+        if values is not None and values.ndim == 1:
+            columns = {name: values.tolist(), **columns}
+        elif values is not None:
+            classes = arrays.get("classes", np.arange(values.shape[1])).tolist()
+            columns |= dict(zip((f"{name} {c}" for c in classes), values.T.tolist(), strict=True))
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

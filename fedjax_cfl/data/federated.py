@@ -271,7 +271,7 @@ def federate_on_host(
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
         class_names=pool.class_names,
-        columns=pool.columns and SourceNames(pool.columns),
+        columns=None if pool.columns is None else SourceNames(pool.columns),
         pixels=pool.x.dtype == np.uint8,
     )
 

@@ -1,22 +1,19 @@
-"""The pool of a table: which column is what, what its cells hold, and the traps of real files.
+"""The pool of a table: which column is what, and the traps of real files.
 
-A column is numbers, text, dates, lists, images (bytes of files) or others. Text of which half the
-cells are numbers is numbers, so that a typing error is refused with its row. What a user names in
-`x` is taken as it is; where he does not, columns that are hardly features are left out, which is
-said, or refused.
+What a user names in `x` is taken as it is; where he does not, columns that are hardly features are
+left out, which is said, or refused.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
+from fedjax_cfl.data.datasets import frame_cells as cells
 from fedjax_cfl.data.datasets.files import build_pool, count_seconds, number_clients
-from fedjax_cfl.data.datasets.image_files import Mode, stack_images
 from fedjax_cfl.data.datasets.pool import (
-    MISSING,
     name_clients,
     number_names,
     number_owners,
@@ -28,7 +25,6 @@ from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
 
-Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
 ROLES = ("y", "client", "split", "time", "concept")
 SPLITS = {"train": 0, "training": 0, "test": 1, "testing": 1, "0": 0, "1": 1}
 SIDE = re.compile(r"(?<![a-z])(train|test)(ing)?(?![a-z])", re.IGNORECASE)  # of a file's name
@@ -37,8 +33,6 @@ WRITTEN = re.compile(r"|unnamed: \d+(\.\d+)*|__index_level_\d+__", re.IGNORECASE
 COUNTER = re.compile(r"(row|sample)?[ _]?(id|idx|index|no|nr|number)|level_\d+|row", re.IGNORECASE)
 ROWS = 20  # in fewer rows anything may count them or tell the label, by chance
 SAMPLE = 2000  # rows that are looked at first
-ZONE = r"(?:Z|[+-]\d\d:?\d\d)$"  # of a date
-NO_FEATURE = "leave the column out of x, or set number_text=true to number text in sorted order"
 
 
 class Columns(NamedTuple):
@@ -53,14 +47,11 @@ class Columns(NamedTuple):
     concept: str | None = None
 
 
-class Reading(NamedTuple):
-    """How cells are read, see `table.from_frame` and `table.csv`."""
-
-    number_text: bool = False
-    num_classes: int | None = None
-    decimal: str = "."
-    size: list[int] | None = None
-    mode: Mode = "auto"
+def describe(source: dict[str, Any]) -> tuple[Columns, cells.Reading]:
+    """Returns which column is what, and how cells are read, by arguments as of `table.csv`."""
+    names = [name for name in cells.Reading._fields if name in source]
+    columns = Columns(*(source[role] for role in Columns._fields))
+    return columns, cells.Reading(**{name: source[name] for name in names})
 
 
 def to_table(table: Any, name: str) -> Table:
@@ -78,7 +69,7 @@ def to_table(table: Any, name: str) -> Table:
     return Table(table.set_axis(clean_columns(name, list(table.columns)), axis=1), name)
 
 
-def make_pool(table: Table, columns: Columns, reading: Reading) -> Pool:
+def make_pool(table: Table, columns: Columns, reading: cells.Reading) -> Pool:
     """Returns the checked pool of a table. Raises InputError, with column and row, for what does
     not fit.
     """
@@ -95,21 +86,21 @@ def make_pool(table: Table, columns: Columns, reading: Reading) -> Pool:
     roles = {role: clean_name(named[role]) for role in ROLES if named[role] is not None}
     roles |= {f"y[{place}]": name for place, name in enumerate(several)}
     features = choose_features(table, columns.x, roles, reading)
-    parts = {role: _read_part(table, role, name, reading) for role, name in roles.items()}
+    parts = {role: cells.read_part(table, role, name, reading) for role, name in roles.items()}
     if several:
         parts["y"] = np.stack([parts.pop(f"y[{place}]") for place in range(len(several))], axis=1)
     if "split" not in roles and (test := find_sides(table)) is not None:
         parts["split"] = test
-    kind = find_kind(frame[features[0]])
+    kind = cells.find_kind(frame[features[0]])
     if kind == "images":
-        x = _read_images(table, features[0], reading)
+        x = cells.read_images(table, features[0], reading)
     elif kind == "lists":
-        x = _read_lists(table, features[0])
+        x = cells.read_lists(table, features[0])
     else:
-        with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
-            x = np.stack(
-                [_read_feature(table, name, reading) for name in features], 1, dtype=np.float32
-            )
+        # what float32 loses of them is for `check_pool`
+        x = np.stack(
+            [cells.read_feature(table, name, reading) for name in features], 1, dtype=float
+        )
     pool = assemble_pool(path, x, parts, reading)
     return pool if kind in ("images", "lists") else pool._replace(columns=tuple(features))
 
@@ -117,31 +108,8 @@ def make_pool(table: Table, columns: Columns, reading: Reading) -> Pool:
 # which column is what
 
 
-def find_kind(column: pd.Series) -> Kind:
-    """Returns what a column holds."""
-    if pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
-        return "numbers"
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        column = column.astype(column.cat.categories.dtype)
-    inferred = pd.api.types.infer_dtype(column, skipna=True)
-    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
-        return "numbers"
-    if inferred in ("date", "datetime", "datetime64"):
-        return "dates"
-    if inferred == "bytes":
-        return "images"
-    first = next(iter(column.dropna()), None)
-    if inferred == "string" or isinstance(first, str | int | float):
-        there = _strip(column[~_find_gaps(column)])
-        numbers = pd.to_numeric(there, errors="coerce").notna()
-        return "numbers" if len(there) and numbers.mean() >= 0.5 else "text"
-    if isinstance(first, list | tuple | np.ndarray):
-        return "lists"
-    return "images" if isinstance(first, dict) and "bytes" in first else "others"
-
-
 def choose_features(
-    table: Table, x: Sequence[str] | str | None, roles: dict[str, str], reading: Reading
+    table: Table, x: Sequence[str] | str | None, roles: dict[str, str], reading: cells.Reading
 ) -> list[str]:
     """Returns the columns of features. Raises InputError for columns that are not there, that
     have two parts, or that hold no features.
@@ -155,7 +123,7 @@ def choose_features(
             twice = ", ".join(other for other, same in named if same == name)
             raise InputError(f"{path}: column {name} is {twice}, expected one part each")
     rest = [name for name in there if name not in roles.values()] if given is None else given
-    kinds: dict[str, Kind] = {name: find_kind(table.frame[name]) for name in rest}
+    kinds: dict[str, cells.Kind] = {name: cells.find_kind(table.frame[name]) for name in rest}
     allowed = ("numbers", "text") if reading.number_text else ("numbers",)
     features = given
     if features is None:
@@ -211,7 +179,7 @@ def match_columns(table: Table, columns: Columns, trained: Sequence[str], labels
     for name in there if columns.x is None else ():
         if name in known or WRITTEN.fullmatch(name) or COUNTER.fullmatch(name):
             continue
-        if find_kind(table.frame[name]) == "numbers":
+        if cells.find_kind(table.frame[name]) == "numbers":
             raise InputError(
                 f"{table.name}: column {name} is not one that the run was trained on"
                 f"{suggest_nearest(name, trained)}, expected {list_names(list(trained))} alone"
@@ -219,7 +187,7 @@ def match_columns(table: Table, columns: Columns, trained: Sequence[str], labels
     return used._replace(x=list(trained))
 
 
-def _list(names: list[str] | str | None) -> list[str]:
+def _list(names: Sequence[str] | str | None) -> list[str]:
     return [] if names is None else [names] if isinstance(names, str | int) else list(names)
 
 
@@ -231,7 +199,7 @@ def describe_columns(name: str, there: list[str]) -> str:
     return f", expected one of {list_names(there)}{hint}"
 
 
-def find_features(table: Table, kinds: dict[str, Kind], allowed: Sequence[str]) -> list[str]:
+def find_features(table: Table, kinds: dict[str, cells.Kind], allowed: Sequence[str]) -> list[str]:
     """Returns the columns of features of a table whose x is not named: of the `allowed` kinds and
     no row numbers, or the one of lists or images. Says which columns are left out.
     """
@@ -257,34 +225,37 @@ def find_features(table: Table, kinds: dict[str, Kind], allowed: Sequence[str]) 
 
 
 def _counts_rows(table: Table, name: str) -> bool:
-    """Returns whether a column numbers the rows. Raises InputError where it may as well be meant:
-    it has the name of a feature and counts 0, 1, 2, ... or 1, 2, 3, ...
+    """Returns whether a column numbers the rows of each file. Raises InputError where it may as
+    well be meant: it has the name of a feature and counts 0, 1, 2, ... or 1, 2, 3, ...
     """
     if WRITTEN.fullmatch(name):
         return True
     column = table.frame[name]
-    if not pd.api.types.is_integer_dtype(column.dtype) or column.hasnans:
+    if not pd.api.types.is_numeric_dtype(column.dtype) or pd.api.types.is_bool_dtype(column.dtype):
         return False
+    values = column.to_numpy(float, na_value=np.nan)
+    files = np.split(values, np.cumsum([rows for _, rows in table.files], dtype=int)[:-1])
     if COUNTER.fullmatch(name):
-        return column.is_unique
-    values = column.to_numpy()
-    step = np.arange(len(values))
-    if len(values) < ROWS or values[0] not in (0, 1) or (values != values[0] + step).any():
+        return all(
+            (own == np.floor(own)).all() and np.unique(own).size == own.size for own in files
+        )
+    counts = all((np.diff(own) == 1).all() and own[:1] in (0, 1) for own in files)
+    if len(values) < ROWS or not counts:
         return False
     raise InputError(
-        f"{table.name}: column {name} counts the rows, {values[0]}, {values[1]}, ..., expected a"
-        " feature: leave it out of x=[...], or name it there if it is one"
+        f"{table.name}: column {name} counts the rows, {values[0]:g}, {values[1]:g}, ..., expected"
+        " a feature: leave it out of x=[...], or name it there if it is one"
     )
 
 
 def refuse_label_again(
-    table: Table, features: Sequence[str], y: str, kinds: dict[str, Kind]
+    table: Table, features: Sequence[str], y: str, kinds: dict[str, cells.Kind]
 ) -> None:
     """Raises InputError for a column that tells the class alone: each of its values, which are no
     more than a few, comes with one class.
     """
     scalars = [name for name in features if kinds[name] in ("numbers", "text")]
-    if len(table.frame) < ROWS or find_kind(table.frame[y]) not in ("numbers", "text"):
+    if len(table.frame) < ROWS or cells.find_kind(table.frame[y]) not in ("numbers", "text"):
         return
     sample = table.frame.sample(min(SAMPLE, len(table.frame)), random_state=0)
     for name in scalars:
@@ -322,183 +293,10 @@ def find_sides(table: Table) -> np.ndarray | None:
     return np.repeat(test, [rows for _, rows in table.files]).astype(np.int32)
 
 
-# cells
-
-
-def _strip(column: pd.Series) -> pd.Series:
-    return column.astype(str).str.strip()
-
-
-def _find_gaps(column: pd.Series) -> pd.Series:
-    """Returns which cells hold no value, or a word that is written where a number is missing."""
-    return column.isna() | _strip(column).isin(MISSING)
-
-
-def _refuse_missing(table: Table, name: str, missing: Any) -> None:
-    missing = np.asarray(missing)
-    if missing.any():
-        raise InputError(
-            f"{table.name}: column {name} has no value in"
-            f" {table.describe_row(int(missing.argmax()))}, expected one in every row: fill it in,"
-            " or leave the row or the column out"
-        )
-
-
-def read_numbers(
-    table: Table, name: str, decimal: str = ".", remedy: str = NO_FEATURE
-) -> np.ndarray:
-    """Returns numbers [N]; those in text as float64. The `remedy` is for a cell that is none."""
-    column = table.frame[name]
-    _refuse_missing(table, name, column.isna())
-    if pd.api.types.is_numeric_dtype(column.dtype):
-        return column.to_numpy(getattr(column.dtype, "numpy_dtype", None))
-    words = _strip(column)
-    numbers = _parse(words, decimal)
-    bad = numbers.isna().to_numpy()
-    if bad.any():
-        _refuse_missing(table, name, words.isin(MISSING))
-        row, other = int(bad.argmax()), {",": ".", ".": ","}.get(decimal, ",")
-        hint = f"; decimal={other!r} is the other point" if other in words.iloc[row] else ""
-        raise InputError(
-            f"{table.name}: column {name} is {shorten(column.iloc[row])} in"
-            f" {table.describe_row(row)}, expected a number: {remedy}{hint}"
-        )
-    return numbers.to_numpy(np.float64)
-
-
-def _parse(words: pd.Series, decimal: str) -> pd.Series:
-    """Returns words as numbers, NaN where they are none."""
-    if decimal != ".":
-        words = pd.Series([_with_point(word, decimal) for word in words.tolist()], dtype=str)
-    return pd.to_numeric(words, errors="coerce")
-
-
-def _with_point(word: str, decimal: str) -> str:
-    """Returns a word with a point where its `decimal` is; one with a point is no number."""
-    return f"{word} " * 2 if "." in word else word.replace(decimal, ".")
-
-
-def _read_feature(table: Table, name: str, reading: Reading) -> np.ndarray:
-    if reading.number_text and find_kind(table.frame[name]) == "text":
-        return read_words(table, name)[1]
-    return read_numbers(table, name, reading.decimal)
-
-
-def _read_lists(table: Table, name: str) -> np.ndarray:
-    """Returns lists of one shape [N, ...], uint8 where they are."""
-    column = table.frame[name]
-    _refuse_missing(table, name, column.isna())
-    values: list[np.ndarray] = []
-    for row, cell in enumerate(column):
-        try:
-            value = np.array(_plain(cell))
-        except ValueError:  # lists of unequal lengths in it
-            value = np.empty(0, object)
-        if value.dtype.kind not in "buif" or not value.size:
-            wrong = "lists of unequal lengths, of text, or with gaps, or an empty one"
-        elif values and value.shape != values[0].shape:
-            wrong = f"{value.shape} values, and {values[0].shape} before it"
-        else:
-            values.append(value)
-            continue
-        raise InputError(
-            f"{table.name}: column {name} has {wrong}, in {table.describe_row(row)}, expected"
-            " numbers, as many in each row"
-        )
-    with np.errstate(over="ignore"):
-        whole = np.stack(values)
-        return whole if whole.dtype == np.uint8 else whole.astype(np.float32)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a list, also nested, without arrays of arrays."""
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        return value
-    return [_plain(each) for each in value] if isinstance(value, list | np.ndarray) else value
-
-
-def _read_images(table: Table, name: str, reading: Reading) -> np.ndarray:
-    def contents() -> Iterator[tuple[str, bytes]]:
-        for row, cell in enumerate(table.frame[name]):
-            inside = isinstance(cell, dict)
-            content = cell["bytes"] if inside else cell
-            place = f"{table.name}: column {name} in {table.describe_row(row)}"
-            if not isinstance(content, bytes) or not content:
-                what = "no bytes, at most a path" if inside else "no value"
-                raise InputError(
-                    f"{place} has {what}, expected the bytes of an image;"
-                    " datasets.load_dataset(...).save_to_disk(FOLDER) embeds them"
-                )
-            yield place, content
-
-    return stack_images(table.name, contents(), len(table.frame), reading.size, reading.mode)
-
-
-def read_words(table: Table, name: str) -> tuple[list[str], np.ndarray]:
-    """Returns the distinct words of a column in order, and the number of each row's [N]."""
-    codes, found = pd.factorize(table.frame[name])
-    words = [clean_name(word) for word in found]
-    _refuse_missing(table, name, np.array([*(word == "" for word in words), True])[codes])
-    ordered, place = np.unique(words, return_inverse=True)
-    return ordered.tolist(), place[codes]
-
-
-def _read_part(table: Table, role: str, name: str, reading: Reading) -> Any:
-    """Returns what a column of a role holds: numbers or dates [N], or words and their numbers."""
-    column = table.frame[name]
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        column = column.astype(column.cat.categories.dtype)
-    if role == "time":
-        return _read_times(table, name, reading.decimal)
-    if role[0] == "y" and reading.num_classes == 0:
-        if find_kind(column) == "lists":
-            return _read_lists(table, name)
-        return read_numbers(table, name, reading.decimal, "fill it in or leave the row out")
-    inferred = pd.api.types.infer_dtype(column, skipna=True)
-    if inferred in ("string", "bytes", "empty"):
-        return read_words(table, name)
-    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
-        return read_numbers(table, name)
-    text = column.map(lambda cell: isinstance(cell, str))
-    if text.any() and pd.api.types.is_scalar(column[~text].iloc[0]):
-        row = table.describe_row(int((text != text.iloc[0]).to_numpy().argmax()))
-        raise InputError(
-            f"{table.name}: column {name} is {'text' if text.iloc[0] else 'numbers'} first and"
-            f" not so in {row}, expected one of them in all files and rows"
-        )
-    raise InputError(f"{table.name}: column {name} holds {inferred}, expected numbers or text")
-
-
-def _read_times(table: Table, name: str, decimal: str) -> np.ndarray:
-    """Returns times [N] as numbers, or dates."""
-    column = table.frame[name]
-    kind = find_kind(column)
-    if pd.api.types.infer_dtype(column, skipna=True) in ("string", "empty"):
-        words = _strip(column)
-        _refuse_missing(table, name, _find_gaps(column))
-        if (numbers := _parse(words, decimal)).notna().all():
-            return numbers.to_numpy()
-        zoned = words.str.contains(ZONE)  # of all dates, or of none
-        column = pd.to_datetime(words, format="ISO8601", errors="coerce", utc=True)
-        bad = (column.isna() | (zoned != zoned.iloc[0])).to_numpy()
-        if bad.any():
-            row = int(bad.argmax())
-            raise InputError(
-                f"{table.name}: column {name} is {shorten(words.iloc[row])} in"
-                f" {table.describe_row(row)}, expected whole numbers, or dates as 2018-02-28 or"
-                " 2018-02-28 19:06:18"
-            )
-    elif kind != "dates":
-        return read_numbers(table, name, decimal)
-    _refuse_missing(table, name, column.isna())
-    dates = pd.to_datetime(column, utc=True).dt.tz_localize(None)
-    return dates.to_numpy("datetime64[us]")
-
-
 # the pool
 
 
-def assemble_pool(path: str, x: np.ndarray, parts: dict[str, Any], reading: Reading) -> Pool:
+def assemble_pool(path: str, x: np.ndarray, parts: dict[str, Any], reading: cells.Reading) -> Pool:
     """Returns the checked pool of features and the other parts of a table."""
     none = np.zeros(len(x), np.int64)  # of a table without labels
     y, class_names = _to_numbers(path, "y", parts.get("y", none), reading.decimal)
@@ -535,7 +333,7 @@ def _to_numbers(
     if not isinstance(part, tuple):
         return part, None
     words, number = part
-    plain = words if decimal == "." else [_with_point(word, decimal) for word in words]
+    plain = words if decimal == "." else [cells.with_point(word, decimal) for word in words]
     refuse_gaps(path, role, plain, number)
     values = pd.to_numeric(pd.Series(plain, dtype=str), errors="coerce").to_numpy(np.float64)
     if np.isnan(values).any():

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-    from fedjax_cfl.data.datasets import frame
-
 SIGN = Rule(
     "one character, or tab",
     lambda value: value == "tab" or (isinstance(value, str) and len(value) == 1),
@@ -80,12 +78,11 @@ def from_frame(
     that differ in a sign at their end alone, unless `num_classes` counts them, and for what `npz`
     would refuse.
     """
-    _check(from_frame, locals())
+    given = locals()
+    _check(from_frame, given)
     from fedjax_cfl.data.datasets import frame  # with pandas, which few need
 
-    columns = frame.Columns(y, x, client, split, time, concept)
-    reading = frame.Reading(number_text, num_classes, ".", size, mode)
-    return frame.make_pool(frame.to_table(table, name), columns, reading)
+    return frame.make_pool(frame.to_table(table, name), *frame.describe(given))
 
 
 def csv(
@@ -163,8 +160,7 @@ def read_source(kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any]
     """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`."""
     from fedjax_cfl.data.datasets import frame
 
-    columns = frame.Columns(*(source[role] for role in frame.Columns._fields))
-    return frame.make_pool(_read_files(kind, source), columns, _find_reading(source))
+    return frame.make_pool(_read_files(kind, source), *frame.describe(source))
 
 
 def read_new_samples(
@@ -176,9 +172,9 @@ def read_new_samples(
     from fedjax_cfl.data.datasets import frame
 
     table = _read_files(kind, source)
-    columns = frame.Columns(*(source[role] for role in frame.Columns._fields))
+    columns, reading = frame.describe(source)
     used = frame.match_columns(table, columns, trained, labels)
-    return frame.make_pool(table, used, _find_reading(source))
+    return frame.make_pool(table, used, reading)
 
 
 def _read_files(kind: str, source: dict[str, Any]) -> tables.Table:
@@ -192,9 +188,3 @@ def _read_files(kind: str, source: dict[str, Any]) -> tables.Table:
     roles = [source[role] for role in ("client", "split", "time", "concept")]
     roles += [source["y"]] if source["num_classes"] != 0 else []  # else numbers to regress
     return tables.read_csv(source["path"], sign, source["decimal"], list(map(clean_name, roles)))
-
-
-def _find_reading(source: dict[str, Any]) -> "frame.Reading":
-    from fedjax_cfl.data.datasets import frame
-
-    return frame.Reading(**{name: source[name] for name in frame.Reading._fields if name in source})

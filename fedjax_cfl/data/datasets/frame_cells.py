@@ -1,0 +1,224 @@
+"""What the cells of a table's columns hold: numbers, text, dates, lists, images.
+
+Text of which half the cells are numbers is numbers, so that a typing error is refused with its row.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from fedjax_cfl.data.datasets.image_files import Mode, stack_images
+from fedjax_cfl.data.datasets.pool import MISSING
+from fedjax_cfl.data.datasets.readers import shorten
+from fedjax_cfl.data.tables import Table
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name
+
+Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
+ZONE = r"(?:Z|[+-]\d\d:?\d\d)$"  # of a date
+NO_FEATURE = "leave the column out of x, or set number_text=true to number text in sorted order"
+
+
+class Reading(NamedTuple):
+    """How cells are read, see `table.from_frame` and `table.csv`."""
+
+    number_text: bool = False
+    num_classes: int | None = None
+    decimal: str = "."
+    size: list[int] | None = None
+    mode: Mode = "auto"
+
+
+def find_kind(column: pd.Series) -> Kind:
+    """Returns what a column holds."""
+    if pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
+        return "numbers"
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        column = column.astype(column.cat.categories.dtype)
+    inferred = pd.api.types.infer_dtype(column, skipna=True)
+    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
+        return "numbers"
+    if inferred in ("date", "datetime", "datetime64"):
+        return "dates"
+    if inferred == "bytes":
+        return "images"
+    first = next(iter(column.dropna()), None)
+    if inferred == "string" or isinstance(first, str | int | float):
+        there = _strip(column[~_find_gaps(column)])
+        numbers = pd.to_numeric(there, errors="coerce").notna()
+        return "numbers" if len(there) and numbers.mean() >= 0.5 else "text"
+    if isinstance(first, list | tuple | np.ndarray):
+        return "lists"
+    return "images" if isinstance(first, dict) and "bytes" in first else "others"
+
+
+def _strip(column: pd.Series) -> pd.Series:
+    return column.astype(str).str.strip()
+
+
+def _find_gaps(column: pd.Series) -> pd.Series:
+    """Returns which cells hold no value, or a word that is written where a number is missing."""
+    return column.isna() | _strip(column).isin(MISSING)
+
+
+def _refuse_missing(table: Table, name: str, missing: Any) -> None:
+    missing = np.asarray(missing)
+    if missing.any():
+        raise InputError(
+            f"{table.name}: column {name} has no value in"
+            f" {table.describe_row(int(missing.argmax()))}, expected one in every row: fill it in,"
+            " or leave the row or the column out"
+        )
+
+
+def read_numbers(
+    table: Table, name: str, decimal: str = ".", remedy: str = NO_FEATURE
+) -> np.ndarray:
+    """Returns numbers [N]; those in text as float64. The `remedy` is for a cell that is none."""
+    column = table.frame[name]
+    _refuse_missing(table, name, column.isna())
+    if pd.api.types.is_numeric_dtype(column.dtype):
+        return column.to_numpy(getattr(column.dtype, "numpy_dtype", None))
+    words = _strip(column)
+    numbers = _parse(words, decimal)
+    bad = numbers.isna().to_numpy()
+    if bad.any():
+        _refuse_missing(table, name, words.isin(MISSING))
+        row, other = int(bad.argmax()), {",": ".", ".": ","}.get(decimal, ",")
+        hint = f"; decimal={other!r} is the other point" if other in words.iloc[row] else ""
+        raise InputError(
+            f"{table.name}: column {name} is {shorten(column.iloc[row])} in"
+            f" {table.describe_row(row)}, expected a number: {remedy}{hint}"
+        )
+    return numbers.to_numpy(np.float64)
+
+
+def _parse(words: pd.Series, decimal: str) -> pd.Series:
+    """Returns words as numbers, NaN where they are none."""
+    if decimal != ".":
+        words = pd.Series([with_point(word, decimal) for word in words.tolist()], dtype=str)
+    return pd.to_numeric(words, errors="coerce")
+
+
+def with_point(word: str, decimal: str) -> str:
+    """Returns a word with a point where its `decimal` is; one with a point is no number."""
+    return f"{word} " * 2 if "." in word else word.replace(decimal, ".")
+
+
+def read_feature(table: Table, name: str, reading: Reading) -> np.ndarray:
+    """Returns a column of features [N], of text as numbers in sorted order."""
+    if reading.number_text and find_kind(table.frame[name]) == "text":
+        return read_words(table, name)[1]
+    return read_numbers(table, name, reading.decimal)
+
+
+def read_lists(table: Table, name: str) -> np.ndarray:
+    """Returns lists of one shape [N, ...], uint8 where they are."""
+    column = table.frame[name]
+    _refuse_missing(table, name, column.isna())
+    values: list[np.ndarray] = []
+    for row, cell in enumerate(column):
+        try:
+            value = np.array(_plain(cell))
+        except ValueError:  # lists of unequal lengths in it
+            value = np.empty(0, object)
+        if value.dtype.kind not in "buif" or not value.size:
+            wrong = "lists of unequal lengths, of text, or with gaps, or an empty one"
+        elif values and value.shape != values[0].shape:
+            wrong = f"{value.shape} values, and {values[0].shape} before it"
+        else:
+            values.append(value)
+            continue
+        raise InputError(
+            f"{table.name}: column {name} has {wrong}, in {table.describe_row(row)}, expected"
+            " numbers, as many in each row"
+        )
+    with np.errstate(over="ignore"):
+        whole = np.stack(values)
+        return whole if whole.dtype == np.uint8 else whole.astype(np.float32)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a list, also nested, without arrays of arrays."""
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return value
+    return [_plain(each) for each in value] if isinstance(value, list | np.ndarray) else value
+
+
+def read_images(table: Table, name: str, reading: Reading) -> np.ndarray:
+    """Returns the images [N, H, W, C] of a column of their bytes."""
+
+    def contents() -> Iterator[tuple[str, bytes]]:
+        for row, cell in enumerate(table.frame[name]):
+            inside = isinstance(cell, dict)
+            content = cell["bytes"] if inside else cell
+            place = f"{table.name}: column {name} in {table.describe_row(row)}"
+            if not isinstance(content, bytes) or not content:
+                what = "no bytes, at most a path" if inside else "no value"
+                raise InputError(
+                    f"{place} has {what}, expected the bytes of an image;"
+                    " datasets.load_dataset(...).save_to_disk(FOLDER) embeds them"
+                )
+            yield place, content
+
+    return stack_images(table.name, contents(), len(table.frame), reading.size, reading.mode)
+
+
+def read_words(table: Table, name: str) -> tuple[list[str], np.ndarray]:
+    """Returns the distinct words of a column in order, and the number of each row's [N]."""
+    codes, found = pd.factorize(table.frame[name])
+    words = [clean_name(word) for word in found]
+    _refuse_missing(table, name, np.array([*(word == "" for word in words), True])[codes])
+    ordered, place = np.unique(words, return_inverse=True)
+    return ordered.tolist(), place[codes]
+
+
+def read_part(table: Table, role: str, name: str, reading: Reading) -> Any:
+    """Returns what a column of a role holds: numbers or dates [N], or words and their numbers."""
+    column = table.frame[name]
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        column = column.astype(column.cat.categories.dtype)
+    if role == "time":
+        return _read_times(table, name, reading.decimal)
+    if role[0] == "y" and reading.num_classes == 0:
+        if find_kind(column) == "lists":
+            return read_lists(table, name)
+        return read_numbers(table, name, reading.decimal, "fill it in or leave the row out")
+    inferred = pd.api.types.infer_dtype(column, skipna=True)
+    if inferred in ("string", "bytes", "empty"):
+        return read_words(table, name)
+    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
+        return read_numbers(table, name)
+    kinds = "numbers and text" if inferred.startswith("mixed") else inferred
+    raise InputError(
+        f"{table.name}: column {name} holds {kinds}, expected numbers or text, one of them in all"
+        " rows and files"
+    )
+
+
+def _read_times(table: Table, name: str, decimal: str) -> np.ndarray:
+    """Returns times [N] as numbers, or dates."""
+    column = table.frame[name]
+    kind = find_kind(column)
+    if pd.api.types.infer_dtype(column, skipna=True) in ("string", "empty"):
+        words = _strip(column)
+        _refuse_missing(table, name, _find_gaps(column))
+        if (numbers := _parse(words, decimal)).notna().all():
+            return numbers.to_numpy()
+        zoned = words.str.contains(ZONE)  # of all dates, or of none
+        column = pd.to_datetime(words, format="ISO8601", errors="coerce", utc=True)
+        bad = (column.isna() | (zoned != zoned.iloc[0])).to_numpy()
+        if bad.any():
+            row = int(bad.argmax())
+            raise InputError(
+                f"{table.name}: column {name} is {shorten(words.iloc[row])} in"
+                f" {table.describe_row(row)}, expected whole numbers, or dates as 2018-02-28 or"
+                " 2018-02-28 19:06:18"
+            )
+    elif kind != "dates":
+        return read_numbers(table, name, decimal)
+    _refuse_missing(table, name, column.isna())
+    dates = pd.to_datetime(column, utc=True).dt.tz_localize(None)
+    return dates.to_numpy("datetime64[us]")
