@@ -187,4 +187,5 @@ def _read_files(kind: str, source: dict[str, Any]) -> tables.Table:
         )
     roles = [source[role] for role in ("client", "split", "time", "concept")]
     roles += [source["y"]] if source["num_classes"] != 0 else []  # else numbers to regress
-    return tables.read_csv(source["path"], sign, source["decimal"], list(map(clean_name, roles)))
+    text = [clean_name(role) for role in roles if role is not None]
+    return tables.read_csv(source["path"], sign, source["decimal"], text)
