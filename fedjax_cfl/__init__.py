@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
+    from fedjax_cfl.analysis.runs import load_runs
     from fedjax_cfl.client import Execution, Local, make_execution
     from fedjax_cfl.clustering.clustered import clustered
     from fedjax_cfl.clustering.measure import embeddings, gradients, label_counts, losses
@@ -85,6 +86,7 @@ __all__ = [
     "label_counts",
     "layer",
     "load_run",
+    "load_runs",
     "losses",
     "make_execution",
     "make_mesh",
@@ -102,6 +104,7 @@ __all__ = [
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
+    "analysis.runs": ("load_runs",),
     "client": ("Execution", "Local", "make_execution"),
     "clustering.clustered": ("clustered",),
     "clustering.measure": ("embeddings", "gradients", "label_counts", "losses"),

@@ -1,8 +1,8 @@
 """What callers from Python have of the command line: a run in a directory, comparisons and
 reports, as data frames and figures.
 
-Frames are pandas' where it is installed, else dicts of columns: see `to_frame`. What writes files
-and draws is imported when it is first used, so that a run in memory needs none of it.
+What writes files and draws is imported when it is first used, so that a run in memory needs none
+of it.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+    from pandas import DataFrame
 
     from fedjax_cfl.runs.load import LoadedRun
 
@@ -35,9 +36,10 @@ OnRow = Callable[[dict[str, Any], Snapshot], bool | None]
 class Comparison(NamedTuple):
     """What `compare` returns. Accuracies are fractions."""
 
-    table: Any  # frame: a row per set of runs that differ in nothing but the seed
-    differences: Any  # frame: a row per pair of sets and measure, over the seeds that both have
-    pivot: Any  # frame: a row per cell of the table of one setting by another; None: not asked for
+    table: "DataFrame"  # a row per set of runs that differ in nothing but the seed
+    differences: "DataFrame"  # a row per pair of sets and measure, over the seeds that both have
+    # a row per cell of the table of one setting by another; None: not asked for
+    pivot: "DataFrame | None"
     figure: "Figure"  # accuracy against rounds and communication
 
 
@@ -45,8 +47,8 @@ class Report(NamedTuple):
     """What `report` returns."""
 
     page: Path | None  # where the page was written, None: nowhere
-    results: Any  # frame, `Comparison.table`
-    differences: Any  # frame, `Comparison.differences`
+    results: "DataFrame"  # `Comparison.table`
+    differences: "DataFrame"  # `Comparison.differences`
     figures: dict[str, "Figure"]  # by name: costs, and of each run, as 0-curves and 0-alluvial
 
 
@@ -153,11 +155,11 @@ def _run_in_dir(
     return load_run(run_dir, find_module(setup.task), setup.task.targets)
 
 
-def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Any:
-    """Returns a table as a pandas.DataFrame, without pandas as a dict of columns, a list each.
+def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> "DataFrame":
+    """Returns a table as a pandas.DataFrame.
 
     `table` are rows, as `load_run(...).rows`, or columns, as `load_run(...).table`. Values that a
-    row does not have are None; a column of lists, as `group_accuracy`, stays one.
+    row does not have are None or NaN; a column of lists, as `group_accuracy`, stays one.
     """
     if isinstance(table, Mapping):
         columns = {name: list(values) for name, values in table.items()}
@@ -165,10 +167,8 @@ def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> Any:
         rows = list(table)
         names = list(dict.fromkeys(name for row in rows for name in row))
         columns = {name: [row.get(name) for row in rows] for name in names}
-    try:
-        import pandas  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return columns
+    import pandas  # only now: a run needs none of it
+
     return pandas.DataFrame(columns)
 
 
@@ -187,20 +187,16 @@ def compare(
     files, None: none are written; the others are as in `analysis.compare`. Raises InputError.
     """
     from fedjax_cfl.analysis import compare as command
-    from fedjax_cfl.analysis import compare_outputs, statistics
+    from fedjax_cfl.analysis import plot_costs, sets, statistics
 
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     asked = target, baseline, pivot, measure
     if out is not None:
         with contextlib.redirect_stdout(io.StringIO()):
             command.compare(paths, out, *asked)
-    groups, table = command.compare_runs(paths, *asked)
-    return Comparison(
-        to_frame(compare_outputs.list_measures(groups)),
-        to_frame(statistics.list_differences(groups)),
-        None if table is None else to_frame(table.list_cells()),
-        compare_outputs.draw_comparison(groups),
-    )
+    runs, table = command.compare_runs(paths, *asked)
+    found = sets.list_measures(runs), statistics.list_differences(runs)
+    return Comparison(*found, table, plot_costs.draw_comparison(runs))
 
 
 def report(
@@ -211,20 +207,16 @@ def report(
     """Returns what the page of `fedjax-cfl report` shows, and writes the page to `out` and its
     pictures to the folder `pictures`, where they are named. Raises InputError.
     """
-    from fedjax_cfl.analysis import compare_outputs, statistics
     from fedjax_cfl.analysis import report as command
+    from fedjax_cfl.analysis import sets, statistics
 
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     found = command.make_report(paths)
     page = None
     if out is not None or pictures is not None:
         page = command.write_report(found, out, pictures)
-    return Report(
-        page,
-        to_frame(compare_outputs.list_measures(found.groups)),
-        to_frame(statistics.list_differences(found.groups)),
-        found.figures,
-    )
+    tables = sets.list_measures(found.runs), statistics.list_differences(found.runs)
+    return Report(page, *tables, found.figures)
 
 
 def draw_run(run_dir: str | Path) -> dict[str, "Figure"]:
@@ -232,6 +224,7 @@ def draw_run(run_dir: str | Path) -> dict[str, "Figure"]:
     (who moved where) and groups (found against true groups). Raises InputError.
     """
     from fedjax_cfl.analysis import report as command
+    from fedjax_cfl.analysis.runs import read_run
 
-    figures = command.draw_run(command.load_costs(Path(run_dir).expanduser()))
+    figures = command.draw_run(read_run(Path(run_dir).expanduser(), None))
     return {name: figure for name, figure in figures.items() if figure is not None}

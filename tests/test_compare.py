@@ -5,19 +5,23 @@ are drawn as they are; seeds are pooled, bests are over the same tests.
 import csv
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+import yaml
 
+import fedjax_cfl as cfl
 from fedjax_cfl import formatting
-from fedjax_cfl.analysis import compare, compare_inputs, pivot, plot
-from fedjax_cfl.analysis.compare import reduce_set
-from fedjax_cfl.analysis.compare_inputs import find_runs, read_run
-from fedjax_cfl.analysis.compare_outputs import format_mean
-from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
+from fedjax_cfl.analysis import compare, pivot, plot, runs, sets
 from fedjax_cfl.analysis.report import report
-from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, compare_pairs
+from fedjax_cfl.analysis.sets import compare_to_baseline, read_sets, time_to_keep
+from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, list_differences
+from fedjax_cfl.analysis.tables import format_mean
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
@@ -90,7 +94,7 @@ def test_hostile_files_are_refused_in_one_line(name, tmp_path):
 
 def test_other_files_are_refused(tmp_path, monkeypatch):
     run = run_of(tmp_path / "run", SUMMARY, None)
-    monkeypatch.setattr(compare_inputs, "MAX_RUN_FILE_BYTES", 150)
+    monkeypatch.setattr(runs, "MAX_RUN_FILE_BYTES", 150)
     (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" * 200)
     refuses("expected at most 150", run)
     (run / "metrics.jsonl").unlink()
@@ -114,7 +118,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 def test_names_are_drawn_as_they_are(tmp_path):
     run = run_of(tmp_path / "run", SUMMARY | {"algorithm": r"$\frac$ | _[red]"}, None)
     (run / ".hydra").mkdir()
-    assert compare.compare([run])[0]["label"] == r"$\frac$ | _[red]"
+    assert list(compare.compare([run])["label"]) == [r"$\frac$ | _[red]"]
     plot.plot_curves(run)
     assert (run / "curves.png").is_file()
     names = {"compare.csv", "compare.md", "compare.pdf", "compare.png", "compare.svg"}
@@ -135,12 +139,12 @@ def test_settings_of_any_length_and_letters_are_read(tmp_path):
     for name, columns in (("0", long), ("1", f"{long},more")):
         path = "dataset.source.path=a\xa0b\udcff.csv"
         run_with(tmp_path / name, [path, f"dataset.source.columns.x=[{columns}]"])
-    one, other = compare.compare([tmp_path])
-    assert one["label"] != other["label"] and max(len(one["label"]), len(other["label"])) < 150
+    one, other = compare.compare([tmp_path])["label"]
+    assert one != other and max(len(one), len(other)) < 150
     page = report([tmp_path], tmp_path / "page.html").read_text()
     assert "feature_299,more" in page
     run_with(tmp_path / "0", ["local.lr=\ud800\x1b"])
-    labels = [one["label"] for one in compare.compare([tmp_path])]
+    labels = list(compare.compare([tmp_path])["label"])
     assert r"fedavg lr=\ud800\x1b" in labels
 
 
@@ -153,8 +157,8 @@ def test_seeds_are_pooled_wherever_and_however_they_ran(tmp_path):
     run_with(tmp_path / "0", ["rounds=3", "run_dir=0", "seed=0"])
     run_with(tmp_path / "1", ["rounds=3", "run_dir=1", "seed=1", *elsewhere.split()], seed=1)
     run_with(tmp_path / "2", ["rounds=3", "seed=2", "local.lr=0.1"], seed=2)
-    groups = compare.compare([tmp_path])
-    assert [(group["label"], group["seeds"]) for group in groups] == [
+    table = compare.compare([tmp_path])
+    assert list(zip(table["label"], table["seeds"], strict=True)) == [
         ("fedavg", "0 1"),
         ("fedavg lr=0.1", "2"),
     ]
@@ -167,22 +171,20 @@ def test_cells_of_a_table_are_pooled(tmp_path):
             asked = ["experiment=T", "dataset=digits", f"algorithm={column}", f"seed={seed}"]
             asked.append(f"run_dir={folder}")
             run_with(folder, asked, algorithm=column, seed=seed)
-    groups = compare.compare([tmp_path / "T"])
-    assert [(group["label"], group["runs"]) for group in groups] == [("fedavg", 2), ("ifca", 2)]
+    table = compare.compare([tmp_path / "T"])
+    assert list(table["label"]) == ["fedavg", "ifca"] and list(table["runs"]) == [2, 2]
 
 
 def test_a_best_says_over_how_many_tests_and_is_given_over_the_same(tmp_path, capsys):
     run_with(tmp_path / "a", [], [0.9, 0.2, 0.5, 0.4])
     run_with(tmp_path / "i", [], [None, None, 0.3, 0.6], algorithm="ifca")
     run_with(tmp_path / "f", [], [0.7], dataset="mnist")  # other data: not in the same window
-    found = {group["label"]: group for group in compare.compare([tmp_path])}
-    assert found["fedavg digits"]["best_accuracy"][0] == 0.9
-    assert found["fedavg digits"]["evaluations"][0] == 4
-    assert found["fedavg digits"]["shared_best_accuracy"][0] == 0.5
-    assert found["ifca digits"]["shared_best_accuracy"][0] == 0.6
-    assert found["ifca digits"]["evaluations"][0] == 2
-    assert found["ifca digits"]["shared_evaluations"][0] == 2
-    assert found["fedavg mnist"]["shared_best_accuracy"][0] == 0.7
+    found = compare.compare([tmp_path]).set_index("label")
+    avg, ifca = found.loc["fedavg digits"], found.loc["ifca digits"]
+    assert avg["best_accuracy_mean"] == 0.9 and avg["shared_best_accuracy_mean"] == 0.5
+    assert avg["evaluations_mean"] == 4 and ifca["evaluations_mean"] == 2
+    assert ifca["shared_best_accuracy_mean"] == 0.6 and ifca["shared_evaluations_mean"] == 2
+    assert found.loc["fedavg mnist", "shared_best_accuracy_mean"] == 0.7
     assert "shared" in capsys.readouterr().out and "shared tests" in Path("compare.md").read_text()
     compare.compare([tmp_path / "a"])  # one run: nothing to share
     assert "shared" not in Path("compare.md").read_text()
@@ -191,9 +193,8 @@ def test_a_best_says_over_how_many_tests_and_is_given_over_the_same(tmp_path, ca
 def test_a_run_that_never_counts_does_not_empty_the_window(tmp_path):
     run_with(tmp_path / "a", [], [0.9, 0.2])
     run_with(tmp_path / "i", [], [None, None], algorithm="ifca")
-    found = {group["label"]: group for group in compare.compare([tmp_path])}
-    assert found["fedavg"]["shared_best_accuracy"][0] == 0.9
-    assert math.isnan(found["ifca"]["shared_best_accuracy"][0])
+    found = compare.compare([tmp_path]).set_index("label")["shared_best_accuracy_mean"]
+    assert found["fedavg"] == 0.9 and math.isnan(found["ifca"])
 
 
 def test_labels_name_what_ran(tmp_path):
@@ -202,7 +203,7 @@ def test_labels_name_what_ran(tmp_path):
     assert named == {"algorithm": "mine.method", "model": "my_file.MyModel", "dataset": "digits"}
     run_with(tmp_path / "0", own, algorithm="ifca", model="mclr")
     run_with(tmp_path / "1", [], algorithm="ifca", model="mclr")
-    labels = [group["label"] for group in compare.compare([tmp_path])]
+    labels = list(compare.compare([tmp_path])["label"])
     assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
 
 
@@ -215,19 +216,19 @@ def test_a_data_set_goes_by_the_name_that_it_was_given(tmp_path):
     compare.main([str(tmp_path), "--out", str(tmp_path), "--pivot", "algorithm", "dataset"])
     head = (tmp_path / "pivot.md").read_text().splitlines()[0]
     assert head == "|  | houses | sensors |"
-    groups, _ = compare.compare_runs([tmp_path])
-    assert [group["label"] for group in groups] == [
+    found, _ = compare.compare_runs([tmp_path])
+    assert list(found["label"]) == [
         "fedavg houses",
         "fedavg sensors",
         "ifca houses",
         "ifca sensors",
     ]
-    assert {group["method"] for group in groups} == {"fedavg", "ifca"}
+    assert {*found["method"]} == {"fedavg", "ifca"}
 
 
 def test_names_of_settings_are_short_where_that_is_clear():
     names = ["algorithm.m", "local.lr", "model.lr", "partition.seed", "hydra.model"]
-    assert list(compare.shorten_names(names).values()) == ["m", *names[1:]]
+    assert list(sets.shorten_names(names).values()) == ["m", *names[1:]]
 
 
 @pytest.fixture
@@ -295,19 +296,16 @@ def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
 
 
 def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
-    groups = compare.compare([swept / f"{name}{seed}" for name in TWO for seed in range(3)])
-    first, second = (
-        next(one for one in groups if one["algorithm"] == m) for m in ("ifca", "fedavg")
-    )
-    shifted = [run | {"best_accuracy": run["best_accuracy"] + 0.01} for run in first["members"]]
-    better = compare.reduce_set(first | {"members": shifted})
-    found = pivot.rank_cells({"ifca": better, "fedavg": second}, "best_accuracy")
-    assert found == {"ifca": "best", "fedavg": "tied"}
+    found = read_sets([swept / f"{name}{seed}" for name in TWO for seed in range(3)])
+    first, second = (found[found["algorithm"] == method].copy() for method in ("ifca", "fedavg"))
+    better = first.assign(best_accuracy=first["best_accuracy"] + 0.01)
+    ranks = pivot.rank_cells({"ifca": better, "fedavg": second}, "best_accuracy")
+    assert ranks == {"ifca": "best", "fedavg": "tied"}
     assert set(pivot.rank_cells({"ifca": first}, "best_accuracy").values()) == {"plain"}
-    alike = {"a": first | {"mae": (1.44106, 0.1, 3)}, "b": second | {"mae": (1.44107, 0.1, 3)}}
+    alike = {"a": first.assign(mae=1.44106), "b": second.assign(mae=1.44107)}
     assert pivot.rank_cells(alike, "mae") == {"a": "best", "b": "tied"}  # both are shown as 1.441
-    cheap = {"a": first | {"units": (3.0, 0.0, 3)}, "b": second | {"units": (1.0, 0.0, 3)}}
-    assert pivot.rank_cells(cheap, "units")["b"] == "best"
+    cheap = {"a": first.assign(units=3.0), "b": second.assign(units=1.0)}
+    assert pivot.rank_cells(cheap, "units") == {"a": "plain", "b": "best"}
 
 
 @pytest.mark.parametrize(
@@ -409,10 +407,9 @@ def test_gain_and_speedup_over_a_baseline_of_the_same_seed(tmp_path, capsys):
     run_of(tmp_path / "a", SUMMARY, rows(0.1, 0.6, 0.5))
     run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"}, rows(0.55, 0.6, 0.7))
     run_of(tmp_path / "c", SUMMARY | {"algorithm": "ifca", "seed": 9}, rows(0.1, 0.1, 0.1))
-    fedavg, ifca = compare.compare([tmp_path], baseline="fedavg")
-    assert fedavg["accuracy_gain"] == (0, pytest.approx(math.nan, nan_ok=True), 1)
-    assert ifca["accuracy_gain"][0] == pytest.approx(0.2) and ifca["speedup"][0] == 2.0
-    assert ifca["speedup"][2] == 1, "nobody to compare seed 9 with"
+    _, ifca = compare.compare([tmp_path], baseline="fedavg").to_dict("records")
+    assert ifca["accuracy_gain_mean"] == pytest.approx(0.2) and ifca["speedup_mean"] == 2.0
+    assert ifca["speedup_n"] == 1, "nobody to compare seed 9 with"
     assert "speed-up" in capsys.readouterr().out
     for name in ("cfl", ""):
         with pytest.raises(InputError, match=f"--baseline {name}: must name one of"):
@@ -438,15 +435,13 @@ def test_an_accuracy_is_kept_from_where_all_later_tests_of_all_clients_reach_it(
 def test_runs_of_another_model_have_tests_of_their_own():
     """Those of one model share the test of round 2 alone; the other model's have all."""
     rows = [{"round": t, "accuracy": t / 10} for t in (1, 2, 3)]
-    data = {"dataset": "digits", "partition": "iid"}
-    runs = [
-        data | {"model": "mlp", "rows": rows[:2]},
-        data | {"model": "mlp", "rows": rows[1:]},
-        data | {"model": "cnn", "rows": rows},
-    ]
-    found = compare.add_shared_best(runs)
-    assert [run["shared_evaluations"] for run in found] == [1, 1, 3]
-    assert [run["shared_best_accuracy"] for run in found] == [0.2, 0.2, 0.3]
+    data = {"dataset": "digits", "partition": "iid", "best_accuracy": 0.0}
+    tests = [("mlp", rows[:2]), ("mlp", rows[1:]), ("cnn", rows)]
+    found = sets.add_shared_best(
+        pd.DataFrame([data | {"model": model, "rows": own} for model, own in tests])
+    )
+    assert list(found["shared_evaluations"]) == [1, 1, 3]
+    assert list(found["shared_best_accuracy"]) == [0.2, 0.2, 0.3]
 
 
 @pytest.mark.parametrize(
@@ -458,35 +453,38 @@ def test_runs_of_another_model_have_tests_of_their_own():
     ],
 )
 def test_mean_and_sample_sd_of_the_seeds_that_have_a_number(values, wanted):
-    members = [{"seed": n, "final_accuracy": value} for n, value in enumerate(values)]
-    found = reduce_set({"members": members})["final_accuracy"]
+    runs = [{"algorithm": "a", "final_accuracy": value} for value in values]
+    found = sets.average(label(runs), "final_accuracy")
     assert found == pytest.approx(wanted, nan_ok=True)
+
+
+def label(runs):
+    """Returns what `label_runs` makes of runs with these fields."""
+    each = [{"seed": n, "overrides": {}, "rows": []} | run for n, run in enumerate(runs)]
+    return sets.label_runs(pd.DataFrame(each, dtype=object))
 
 
 def test_a_target_of_everything_is_allowed(tmp_path, capsys):
     run_of(tmp_path / "run", SUMMARY, ROW | {"accuracy": 1.0})
-    (one,) = compare.compare([tmp_path / "run"], target=1.0)
-    assert one["rounds_to_target"][0] == 1 and "rounds to 100 %" in capsys.readouterr().out
+    (rounds,) = compare.compare([tmp_path / "run"], target=1.0)["rounds_to_target_mean"]
+    assert rounds == 1 and "rounds to 100 %" in capsys.readouterr().out
     for target in (0.0, 1.01):
         with pytest.raises(InputError, match=r"target must be a (score|share)"):
             compare.compare([tmp_path / "run"], target=target)
 
 
-@pytest.mark.parametrize("sets", [3, MAX_PAIRED_SETS, MAX_PAIRED_SETS + 1])
-def test_few_sets_are_compared_in_pairs_and_many_with_the_best(sets):
-    data = {"dataset": "digits", "partition": "iid", "model": "mlp"}
-    groups = [
-        data | {"label": str(n), "final_accuracy": (n / 10, 0, 1), "members": [{"seed": 0, "n": n}]}
-        for n in range(sets)
-    ]
-    found = compare_pairs(groups, ["n"])
-    pairs = {(one.label, one.minus) for one in found}
-    every = {(str(a), str(b)) for a in range(sets) for b in range(a)}
-    wanted = every if sets <= MAX_PAIRED_SETS else {p for p in every if p[0] == str(sets - 1)}
+@pytest.mark.parametrize("count", [3, MAX_PAIRED_SETS, MAX_PAIRED_SETS + 1])
+def test_few_sets_are_compared_in_pairs_and_many_with_the_best(count):
+    each = [{"algorithm": str(n), "final_accuracy": n / 10, "seed": 0} for n in range(count)]
+    found = list_differences(label(each), ["final_accuracy"])
+    pairs = set(zip(found["set"], found["minus"], strict=True))
+    every = {(str(a), str(b)) for a in range(count) for b in range(a)}
+    wanted = every if count <= MAX_PAIRED_SETS else {p for p in every if p[0] == str(count - 1)}
     assert pairs == wanted and len(found) == len(wanted)
     # a set whose runs have no accuracy is not the best one
-    nobody = groups[0] | {"label": "none", "final_accuracy": (math.nan, math.nan, 0)}
-    assert [one.minus for one in compare_pairs([nobody, *groups], ["n"])][-1] == "none"
+    none = {"algorithm": "none", "final_accuracy": None, "seed": 0, "ari": 1.0}
+    found = list_differences(label([none, *(run | {"ari": 0.0} for run in each)]), ["ari"])
+    assert "none" not in set(found["set"]) and "none" in set(found["minus"])
 
 
 def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):
@@ -495,16 +493,15 @@ def test_a_gain_is_over_a_run_on_the_same_data(tmp_path, capsys):
     row = json.dumps(ROW | {"macro_accuracy": 0.5}) + "\n"
     run_of(tmp_path / "a", SUMMARY | ours, row)
     run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | other, row)
-    _, ifca = compare.compare([tmp_path], baseline="fedavg")
-    assert ifca["accuracy_gain"][2] == 0
+    counts = compare.compare([tmp_path], baseline="fedavg")["accuracy_gain_n"]
+    assert list(counts) == [1, 0]
     said = "1 of 1 runs of ifca have no gain: no run of fedavg has the same seed and the same data"
     assert said in capsys.readouterr().out
     run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | ours, json.dumps(ROW) + "\n")
     compare.compare([tmp_path], baseline="fedavg")  # of a run without accuracy: not for its data
     assert "have no gain" not in capsys.readouterr().out
     run_of(tmp_path / "b", SUMMARY | {"algorithm": "ifca"} | other, row)
-    groups = [reduce_set(one) for one in compare.merge_seeds(read_all(tmp_path))]
-    assert compare_pairs(groups, ["final_accuracy"]) == []
+    assert list_differences(read_sets([tmp_path]), ["final_accuracy"]).empty
     run_of(tmp_path / "c", SUMMARY | ours, row)
     with pytest.raises(InputError, match="--baseline fedavg: holds a seed more than once"):
         compare.compare([tmp_path], baseline="fedavg")
@@ -514,9 +511,61 @@ def test_runs_of_other_partition_seeds_are_not_pooled(tmp_path):
     for seed in (1, 2):
         summary = SUMMARY | {"seed": 0, "overrides": [f"partition.seed={seed}"]}
         run_of(tmp_path / str(seed), summary, json.dumps(ROW) + "\n")
-    labels = [one["label"] for one in compare.merge_seeds(read_all(tmp_path))]
+    labels = list(read_sets([tmp_path])["label"])
     assert labels == ["fedavg partition.seed=1", "fedavg partition.seed=2"]
 
 
-def read_all(folder):
-    return [read_run(path, None) for path in find_runs([folder])]
+def test_runs_from_python_that_differ_in_their_parts_are_not_pooled(tmp_path):
+    """Such as a step size, which no name says; arrays are of the seed's data."""
+    for number, (seed, lr) in enumerate([(0, 0.1), (1, 0.1), (0, 0.2)]):
+        run = run_with(tmp_path / str(number), [], algorithm="ifca", seed=seed)
+        (run / ".hydra").mkdir()
+        parts = {"made_of.algorithm.round.lr": lr, "made_of.algorithm.round.m": 2}
+        parts["made_of.algorithm.truth"] = f"int32[14] {seed:016x}"
+        settings = {"model": {"module": {}}, "seed": seed, "made_of": parts}
+        (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+    table = compare.compare([tmp_path])
+    assert list(table["label"]) == ["ifca lr=0.1", "ifca lr=0.2"]
+    assert list(table["seeds"]) == ["0 1", "0"]
+
+
+def test_all_runs_are_one_frame(swept):
+    frame = cfl.load_runs(swept)
+    assert len(frame) == 15 and frame["run"].nunique() == 15
+    assert frame.groupby("algorithm")["accuracy"].mean().round(3).to_dict() == {
+        "fedavg": 0.75,
+        "ifca": 0.573,
+    }
+    assert set(frame.loc[frame["algorithm"] == "ifca", "algorithm.m"].astype(str)) == {"2", "3"}
+    run = run_of(
+        swept.parent / "groups",
+        SUMMARY,
+        ROW | {"group_accuracy": [0.2, None], "group_sizes": [3, 0]},
+    )
+    groups = cfl.load_runs([run], per="group")
+    assert groups[["group", "group_sizes"]].to_numpy().tolist() == [[0, 3], [1, 0]]
+    assert groups["group_accuracy"].tolist() == pytest.approx([0.2, math.nan], nan_ok=True)
+    assert cfl.load_runs([run], per="client").empty
+    with pytest.raises(InputError, match="per='round': must be 'test', 'group' or 'client'"):
+        cfl.load_runs(run, per="round")
+
+
+NO_JAX = "raise ImportError('JAX is not needed for this')"
+
+
+@pytest.mark.parametrize("verb", ["compare", "report", "rank"])
+def test_what_compares_needs_no_jax(verb, swept, tmp_path):
+    (tmp_path / "without" / "jax").mkdir(parents=True)
+    (tmp_path / "without" / "jax" / "__init__.py").write_text(NO_JAX)
+    cells = tmp_path / "cells.csv"
+    cells.write_text("setting,method,score\none,A,1\none,B,2\n")
+    code = "import sys; from fedjax_cfl.cli.main import main; sys.exit(main())"
+    path = os.pathsep.join([str(tmp_path / "without"), str(Path(cfl.__file__).parents[1])])
+    given = [str(cells)] if verb == "rank" else [str(swept / "fedavgdigits0")]
+    ended = subprocess.run(
+        [sys.executable, "-c", code, verb, *given],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 0 and "wrote " in ended.stdout, ended.stderr

@@ -15,7 +15,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl import algorithms, sharding
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.analysis.relative import time_to_keep
+from fedjax_cfl.analysis.sets import time_to_keep
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd

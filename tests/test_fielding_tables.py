@@ -12,7 +12,7 @@ from papers import cells, fielding_server, figures, report, runner
 from papers.figures import choose_across
 from papers.report import collect_records
 
-from fedjax_cfl.analysis.relative import compare_to_baseline, time_to_keep
+from fedjax_cfl.analysis.sets import compare_to_baseline, time_to_keep
 from fedjax_cfl.cli.overrides import CONF, check_overrides
 from fedjax_cfl.runs.results import compute_measures
 

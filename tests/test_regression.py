@@ -532,7 +532,7 @@ def test_every_other_method_regresses(own):
 
 def test_scores_know_their_direction():
     tests = compute_tests([-0.2, -0.1, 0.3, 0.0], higher=False)
-    assert tests is not None and format_tests(tests)[0] == "2 better, 1 worse"
+    assert format_tests(tests._asdict())[0] == "2 better, 1 worse"
     assert ACCURACY.pick_best([0.1, 0.4]) == 0.4 and RMSE.pick_best([0.1, 0.4]) == 0.1
     assert ACCURACY.is_better(0.4, 0.1) and not RMSE.is_better(0.4, 0.1)
     assert RMSE.format(0.12345) == "0.1235" and ACCURACY.format(0.5) == "50.00%"

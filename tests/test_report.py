@@ -16,6 +16,7 @@ from matplotlib.image import imread
 from rich.console import Console
 
 from fedjax_cfl.analysis import compare, plot
+from fedjax_cfl.analysis.runs import find_runs
 from fedjax_cfl.cli import doctor
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.errors import InputError
@@ -339,8 +340,8 @@ def test_swept_overrides_make_sets_of_their_own(tmp_path):
         (run_dir / ".hydra" / "overrides.yaml").write_text(
             f"- algorithm=fedprox\n- +algorithm.mu={mu}\n- rounds=9\n- seed={seed}\n"
         )
-    groups = compare.compare([tmp_path], tmp_path)
-    assert [(group["label"], group["runs"]) for group in groups] == [
+    table = compare.compare([tmp_path], tmp_path)
+    assert list(zip(table["label"], table["runs"], strict=True)) == [
         ("fedprox mu=0", 2),
         ("fedprox mu=0.1", 2),
     ]
@@ -357,8 +358,8 @@ def test_compare_copes_with_odd_runs(tmp_path, capsys):
         dataset="femnist",
         seed=0,
     )
-    groups = compare.compare([tmp_path / "a", tmp_path], tmp_path)
-    assert [(group["label"], group["runs"]) for group in groups] == [
+    table = compare.compare([tmp_path / "a", tmp_path], tmp_path)
+    assert list(zip(table["label"], table["runs"], strict=True)) == [
         ("fedavg femnist", 1),
         ("fedavg mnist", 2),
         ("fedavg sent140", 1),
@@ -369,9 +370,9 @@ def test_compare_copes_with_odd_runs(tmp_path, capsys):
 def test_compare_errors(tmp_path):
     (tmp_path / "multirun").mkdir()
     with pytest.raises(InputError, match="no finished run"):
-        compare.find_runs([tmp_path])
+        find_runs([tmp_path])
     with pytest.raises(InputError, match="did you mean 'multirun'"):
-        compare.find_runs([tmp_path / "multirum"])
+        find_runs([tmp_path / "multirum"])
     with pytest.raises(InputError, match="target must be"):
         compare.compare([tmp_path], target=-80)
     (tmp_path / "multirun" / "summary.json").write_text("{")

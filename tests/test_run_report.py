@@ -12,23 +12,27 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from conftest import call, one_line
 from PIL import Image
 from scipy.stats import binomtest, norm, permutation_test, wilcoxon
 
 from fedjax_cfl.analysis import statistics
-from fedjax_cfl.analysis.compare import reduce_set
-from fedjax_cfl.analysis.compare_outputs import draw_comparison
 from fedjax_cfl.analysis.plot import format_written
-from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost
+from fedjax_cfl.analysis.plot_costs import (
+    COSTS,
+    add_costs,
+    draw_comparison,
+    draw_costs,
+    last_cost,
+)
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.report import (
     DPI,
-    Found,
+    ReportData,
     format_estimate,
     hide_path,
-    load_costs,
     make_report,
     name_runs,
     read_run_tables,
@@ -36,6 +40,8 @@ from fedjax_cfl.analysis.report import (
     report,
     to_png,
 )
+from fedjax_cfl.analysis.runs import read_run
+from fedjax_cfl.analysis.sets import label_runs
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results
 
@@ -119,19 +125,23 @@ def test_a_page_names_what_its_runs_share_and_explains_what_it_has(page):
     assert "All have dataset digits, partition iid, model mclr." in page
     assert "exact tests" not in page and "One seed: no interval and no test." in page
     rows = [row | {"sim_time_s": 0.0} for row in ROWS]
-    run = results.summarize_rows(rows) | {"rows": rows} | {name: None for name in COSTS}
-    groups = [
-        reduce_set(
-            {"label": f"{method} {data}", "method": method, "dataset": data, "partition": "iid"}
-            | {"model": "", "members": [run | {"seed": seed, "dataset": data} for seed in (0, 1)]}
-        )
+    run = results.summarize_rows(rows) | {"rows": rows, "partition": "iid"}
+    runs = label(
+        run | {"algorithm": method, "dataset": data, "seed": seed}
         for method in ("a", "b")
         for data in ("digits", "mnist")
-    ]
+        for seed in (0, 1)
+    )
     few = {"title": "", "folder": "", "numbers": {}, "overrides": [], "settings": {}}
-    both = render(Found(groups, [few | {"clients": None}] * 8, {}), {})
+    both = render(ReportData(runs, [few | {"clients": None}] * 8, {}), {})
     assert "in 4 sets</h1>" in both and "All have partition iid." in both
     assert "exact tests" in both and "One seed" not in both
+
+
+def label(runs):
+    """Returns runs with these fields as a page has them."""
+    each = [{"seed": 0, "overrides": {}} | run for run in runs]
+    return add_costs(label_runs(pd.DataFrame(each, dtype=object)))
 
 
 @pytest.mark.nightly
@@ -235,16 +245,30 @@ def test_legends_say_nothing_of_whose_it_is(runs, tmp_path):
         "fedavg path=.../my.npz (2)",
         "fedavg path=.../other.npz",
     ]
-    assert [group["label"] for group in found.groups] == labels
+    assert list(found.runs["label"]) == labels
+
+
+def test_what_one_run_does_not_have_is_missing_in_it_alone(runs, tmp_path, monkeypatch):
+    """Such as run_id, of a run that an earlier version wrote."""
+    for method in ("ifca", "fedavg"):
+        shutil.copytree(runs / method / "0", tmp_path / method)
+    summary = results.read_summary(tmp_path / "ifca")
+    kept = ("algorithm", "dataset", "seed", "clients", "rounds", "overrides")
+    results.write_json(tmp_path / "ifca" / "summary.json", {name: summary[name] for name in kept})
+    monkeypatch.setattr("fedjax_cfl.analysis.report.draw_run", lambda run: {})
+    found = make_report([tmp_path])
+    assert len(found.runs) == 2 and all(run["clients"]["all"] == 12 for run in found.described)
+    (one,) = make_report([tmp_path / "ifca"]).described
+    assert one["title"] == "ifca, digits (seed 0)"
 
 
 def test_headings_tell_runs_apart():
-    def runs(*places):
-        return [{"seed": seed, "run_dir": Path("x", place)} for seed, place in places]
-
-    sets = [{"label": "ifca m=2", "members": runs((0, "0"), (1, "1"))}]
-    sets.append({"label": "ifca m=3", "members": runs((0, "2"), (0, "3"))})
-    assert name_runs(sets) == [
+    places = [("m=2", 0, "0"), ("m=2", 1, "1"), ("m=3", 0, "2"), ("m=3", 0, "3")]
+    runs = pd.DataFrame(
+        {"label": f"ifca {m}", "seed": seed, "run_dir": Path("x", place)}
+        for m, seed, place in places
+    )
+    assert name_runs(runs) == [
         "ifca m=2, seed 0",
         "ifca m=2, seed 1",
         "ifca m=3, seed 0, x/2",
@@ -267,19 +291,18 @@ def test_nothing_is_replaced_silently(runs, tmp_path, monkeypatch, capsys):
 
 
 def test_a_panel_for_each_data_set_and_a_style_for_each_method():
-    def group(method, data):
-        run = {"rows": ROWS, "steps": 0, "megabytes": 5, "sim_time": None}
-        own = {"dataset": data, "partition": "iid", "model": "mlp", "label": f"{method} {data}"}
-        return own | {"method": method, "members": [run]}
-
-    groups = [group(method, data) for data in ("digits", "mnist") for method in ("a", "b")]
-    figure = draw_costs(groups)
+    runs = label(
+        {"algorithm": method, "dataset": data, "rows": ROWS}
+        for data in ("digits", "mnist")
+        for method in ("a", "b")
+    )
+    figure = draw_costs(runs)
     assert len(figure.axes) == 6 and [len(axes.lines) for axes in figure.axes] == [2] * 6
     assert [figure.axes[n].get_title("left") for n in (0, 3)] == ["digits", "mnist"]
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
     colours = [[line.get_color() for line in figure.axes[n].lines] for n in (0, 3)]
     assert colours[0] == colours[1] and len(set(colours[0])) == 2
-    drawn = draw_comparison(groups)
+    drawn = draw_comparison(runs)
     assert len(drawn.axes) == 4 and "digits" in drawn.axes[0].get_title("left")
 
 
@@ -311,8 +334,8 @@ def test_pictures_are_small(page):
 
 def test_pictures_keep_their_colours(runs):
     """Those of a figure of many: bands and their nodes, of every class."""
-    table, found, _ = read_run_tables(load_costs(runs / "ifca" / "0"))
-    figure = draw_alluvial(found, load_costs(runs / "ifca" / "0")["rows"], table["labels"], "")
+    table, found, _ = read_run_tables(read_run(runs / "ifca" / "0", None))
+    figure = draw_alluvial(found, read_run(runs / "ifca" / "0", None)["rows"], table["labels"], "")
     exact = io.BytesIO()
     figure.savefig(exact, dpi=DPI, format="png")
     drawn, kept = (
@@ -340,18 +363,28 @@ def test_an_interval_holds_the_mean_of_resamples():
 
 
 def test_differences_are_of_the_same_seed():
-    def group(label, numbers, data="digits"):
-        members = [{"seed": seed, "final_accuracy": value} for seed, value in numbers.items()]
-        mean = float(np.mean(list(numbers.values())))
-        own = {"dataset": data, "partition": "iid", "model": "mlp"}
-        return own | {"label": label, "members": members, "final_accuracy": (mean, 0.0, 1)}
+    def group(method, numbers, data="digits"):
+        own = {"algorithm": method, "dataset": data, "rows": []}
+        return [own | {"seed": seed, "final_accuracy": value} for seed, value in numbers.items()]
 
-    sets = [group("low", {0: 0.1, 1: 0.5, 2: 0.3}), group("high", {2: 0.4, 1: 0.6, 7: 0.9})]
-    sets.append(group("elsewhere", {0: 0.2}, data="mnist"))
-    (found,) = statistics.compare_pairs(sets, ["final_accuracy"])
-    assert (found.label, found.minus, found.seeds) == ("high", "low", 2)
-    assert found.values["final_accuracy"][:3] == pytest.approx((0.1, 0.1, 0.1))
-    assert found.values["final_accuracy"].tests == (2, 0, 0.5, 0.5, 0.5)
+    runs = group("low", {0: 0.1, 1: 0.5, 2: 0.3}) + group("high", {2: 0.4, 1: 0.6, 7: 0.9})
+    runs += group("elsewhere", {0: 0.2}, data="mnist")
+    (found,) = statistics.list_differences(label(runs), ["final_accuracy"]).to_dict("records")
+    labels = found["set"], found["minus"], found["seeds"]
+    assert labels == ("high digits", "low digits", 2)
+    assert [found[name] for name in ("mean", "low", "high")] == pytest.approx([0.1] * 3)
+    tests = ["ahead", "behind", "p_mean", "p_wilcoxon", "p_sign"]
+    assert [found[name] for name in tests] == [2, 0, 0.5, 0.5, 0.5]
+
+
+def test_what_floats_add_to_a_difference_is_none():
+    """0.1 + 0.2 is no better than 0.3, and 0.3 - 0.2 as much as 0.2 - 0.1."""
+    gaps = statistics.subtract([0.1 + 0.2, 0.3, 0.2], [0.3, 0.2, 0.1])
+    assert gaps[0] == 0 and gaps[1] == gaps[2] == pytest.approx(0.1)
+    tests = statistics.compute_tests(statistics.subtract([0.1 + 0.2, 0.7], [0.3, 0.7]))
+    assert (tests.ahead, tests.behind, tests.p_sign) == (0, 0, 1)
+    assert statistics.find_chance([0.1, 0.2, -0.3]) == 1
+    assert statistics.subtract([1e6 + 0.5], [1e6])[0] == 0.5
 
 
 def test_the_chance_of_a_difference_is_that_of_scipy():
@@ -363,16 +396,16 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
         )
         assert statistics.find_chance(values) == pytest.approx(want.pvalue)
     assert statistics.find_chance([0.1, 0.2, 0.3]) == 0.25 and np.isnan(statistics.find_chance([]))
-    assert statistics.compute_tests([]) is None
+    assert np.isnan(statistics.compute_tests([]).p_sign)
     for values in (rng.normal(0.5, 1.0, 7), np.array([0.3, -0.1, 0.2, 0.0, 0.4, 0.5])):
         tests, moved = statistics.compute_tests(values), values[values != 0]
-        assert tests.wilcoxon == pytest.approx(wilcoxon(moved, method="exact").pvalue)
-        assert tests.sign == pytest.approx(binomtest(tests.ahead, moved.size).pvalue)
+        assert tests.p_wilcoxon == pytest.approx(wilcoxon(moved, method="exact").pvalue)
+        assert tests.p_sign == pytest.approx(binomtest(tests.ahead, moved.size).pvalue)
         assert tests.ahead + tests.behind == moved.size
     one_far_off = [9.0, -1, -2, -3, -4, -0.5, 0.7]
     tests = statistics.compute_tests(one_far_off)
-    assert tests.wilcoxon == pytest.approx(wilcoxon(one_far_off, method="exact").pvalue)
-    assert abs(tests.wilcoxon - tests.mean) > 0.05 and tests.sign != tests.wilcoxon
+    assert tests.p_wilcoxon == pytest.approx(wilcoxon(one_far_off, method="exact").pvalue)
+    assert abs(tests.p_wilcoxon - tests.p_mean) > 0.05 and tests.p_sign != tests.p_wilcoxon
     assert statistics.compute_tests([0.0, 0.0]) == (0, 0, 1, 1, 1)
     many = rng.normal(0.3, 1.0, 40)
     # of so many the mean is about normal
@@ -381,29 +414,32 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
 
 
 def test_only_what_leaves_out_zero_is_bold(page):
-    told = statistics.Estimate(0.02, 0.01, 0.03, 3, statistics.compute_tests([0.01, 0.02, 0.03]))
-    assert format_estimate(told, 100, 2, "+") == {
+    tests = statistics.compute_tests([0.01, 0.02, 0.03])._asdict()
+    row = {"mean": 0.02, "low": 0.01, "high": 0.03, "seeds": 3} | tests
+    assert format_estimate(row, 100, 2, "+") == {
         "mean": "+2.00",
         "interval": "+1.00 to +3.00",
         "apart": True,
         "tests": ["3 better, 0 worse", "p 0.25, Wilcoxon 0.25, sign 0.25"],
     }
     for low, high in ((0.0, 0.03), (1e-7, 0.03), (-0.01, 0.03)):
-        assert not format_estimate(told._replace(low=low, high=high), 100, 2)["apart"]
-    assert format_estimate(told._replace(low=-0.02, high=-0.01), 100, 2)["apart"]
-    assert not format_estimate(statistics.bootstrap_mean([0.5]), 100, 2)["apart"]
+        assert not format_estimate(row | {"low": low, "high": high}, 100, 2)["apart"]
+    assert format_estimate(row | {"low": -0.02, "high": -0.01}, 100, 2)["apart"]
+    one = {"mean": 0.5, "low": np.nan, "high": np.nan, "seeds": 1}
+    assert not format_estimate(one, 100, 2)["apart"]
     # the two methods are the same runs here
     assert 'class="apart"' not in page.partition('id="differences"')[2].partition("</table>")[0]
 
 
 def test_simulated_time_counts_only_where_a_clock_runs():
     rows = [{"round": 1, "sim_time_s": 0.0, "local_steps": 0, "bytes_up": 2, "bytes_down": 3}]
-    assert last_cost(rows, "sim_time") is None and last_cost(rows, "steps") == 0
-    assert last_cost(rows, "megabytes") == 5 and last_cost([{"round": 1}], "megabytes") is None
-    run = {"rows": [row | {"accuracy": 0.5} for row in rows], "steps": 0, "megabytes": 5}
-    timed = run | {"sim_time": 7.0, "rows": [run["rows"][0] | {"sim_time_s": 7.0}]}
-    sets = [("idle", run | {"sim_time": None}), ("timed", timed)]
-    figure = draw_costs([{"label": label, "members": [one]} for label, one in sets])
+    assert np.isnan(last_cost(rows, COSTS["sim_time"])) and last_cost(rows, COSTS["steps"]) == 0
+    assert last_cost(rows, COSTS["megabytes"]) == 5
+    assert np.isnan(last_cost([{"round": 1}], COSTS["megabytes"]))
+    rows = [row | {"accuracy": 0.5} for row in rows]
+    timed = [row | {"sim_time_s": 7.0} for row in rows]
+    runs = [{"algorithm": name, "rows": own} for name, own in (("idle", rows), ("timed", timed))]
+    figure = draw_costs(label(runs))
     assert [len(axes.lines) for axes in figure.axes] == [2, 2, 2, 1]
     words = [text.get_text() for text in figure.legends[0].get_texts()]
     assert words == ["idle", "timed"]

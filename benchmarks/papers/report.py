@@ -18,7 +18,7 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from fedjax_cfl.analysis.relative import RELATIVE, measure_beside
+from fedjax_cfl.analysis.sets import RELATIVE, compare_to_baseline
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import (
     compute_measures,
@@ -144,6 +144,20 @@ def record_cell(table: dict, cell: dict[str, Any]) -> dict[str, Any]:
         "rounds": str(cell["rounds"]),
         "of_rounds": str(cell["rounds"]),
     }
+
+
+def measure_beside(
+    numbers: dict[Path, dict], cells: list[Path], baseline: list[Path]
+) -> list[dict]:
+    """Returns the measures of the `cells`, folders of runs, whose seed the baseline has run,
+    too: their `numbers`, and those that are relative to it.
+    """
+    base = {folder.name: numbers[folder]["rows"] for folder in baseline}
+    return [
+        numbers[folder] | compare_to_baseline(numbers[folder]["rows"], base[folder.name])
+        for folder in cells
+        if folder.name in base
+    ]
 
 
 def keep_shared_seeds(cells: list[list[Path]]) -> list[list[Path]]:

@@ -7,33 +7,26 @@ for all runs on the same data.
 """
 
 import argparse
-import math
-import zlib
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import pandas as pd
 
-from fedjax_cfl.analysis.compare_inputs import DATA, IDENTITY, find_runs, read_run
-from fedjax_cfl.analysis.compare_outputs import (
+from fedjax_cfl.analysis.pivot import OF_TASK, make_pivot, write_pivot
+from fedjax_cfl.analysis.plot import format_written, save_pictures
+from fedjax_cfl.analysis.plot_costs import draw_comparison
+from fedjax_cfl.analysis.sets import average, list_measures, read_sets, split_sets
+from fedjax_cfl.analysis.statistics import list_differences
+from fedjax_cfl.analysis.tables import (
     MEASURES,
-    draw_comparison,
-    format_cells,
     format_markdown,
-    list_measures,
+    format_mean,
+    list_records,
     print_table,
 )
-from fedjax_cfl.analysis.pivot import OF_TASK, Pivot, make_pivot, write_pivot
-from fedjax_cfl.analysis.plot import format_written, save_pictures
-from fedjax_cfl.analysis.relative import add_baseline
-from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.formatting import escape_markdown, escape_markup, escape_text
-from fedjax_cfl.runs.display import follow
+from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import write_columns, write_text
-from fedjax_cfl.runs.scoring import best_over, shared_rounds
 from fedjax_cfl.scores import score_of
 
 
@@ -44,35 +37,28 @@ def compare(
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
     measure: str = "best",
-) -> list[dict[str, Any]]:
+) -> pd.DataFrame:
     """Prints the comparison and writes it into `out`: compare.csv, compare.md, the picture
-    compare.png, .svg and .pdf, and differences.csv where sets share seeds; returns a dict per set
-    of runs. The other arguments are those of `compare_runs`.
+    compare.png, .svg and .pdf, and differences.csv where sets share seeds; returns compare.csv, a
+    row per set of runs. The other arguments are those of `compare_runs`.
     """
-    groups, table = compare_runs(paths, target, baseline, pivot, measure)
-    measures = shown_measures(groups)
-    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
-    if target is not None:
-        shares = score_of(groups[0]["members"][0]["rows"]).percent
-        said = f"{100 * target:g} %" if shares else f"RMSE {target:g}"
-        names["rounds_to_target"] = f"rounds to {said}"
-    header = ["runs of", "n", *(names[name] for name in measures)]
-    lines = [format_cells(group, measures) for group in groups]
-    out = Path(out or ".")
+    runs, table = compare_runs(paths, target, baseline, pivot, measure)
+    grid, out = format_sets(runs, target), Path(out or ".")
     try:
         out.mkdir(parents=True, exist_ok=True)
         before = {path.name for path in out.iterdir()}
-        marked = [[escape_markup(text) for text in line] for line in lines]
-        print_table("mean ± sample standard deviation over seeds", header, *marked)
-        plain = [[escape_markdown(text) for text in line] for line in [header, *lines]]
-        write_columns(out / "compare.csv", list_measures(groups))
+        marked = [[escape_markup(text) for text in line] for line in grid]
+        print_table("mean ± sample standard deviation over seeds", *marked)
+        plain = [[escape_markdown(text) for text in line] for line in grid]
+        measured, differences = list_measures(runs), list_differences(runs)
+        write_columns(out / "compare.csv", list_records(measured))
         write_text(out / "compare.md", format_markdown(*plain))
-        pictures = save_pictures(draw_comparison(groups), out / "compare")
+        pictures = save_pictures(draw_comparison(runs), out / "compare")
         written = ["compare.csv", "compare.md", *(path.name for path in pictures)]
-        if differences := list_differences(groups):
-            write_columns(out / "differences.csv", differences)
+        if len(differences):
+            write_columns(out / "differences.csv", list_records(differences))
             written.append("differences.csv")
-        if table:
+        if table is not None:
             write_pivot(table, out)
             written += ["pivot.csv", "pivot.md", "pivot.tex"]
     except BrokenPipeError:  # the reader of our output has gone
@@ -83,7 +69,7 @@ def compare(
             " if need be"
         ) from None
     print(f"wrote {format_written(written, before)} in {out}")
-    return groups
+    return measured
 
 
 def compare_runs(
@@ -92,10 +78,10 @@ def compare_runs(
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
     measure: str = "best",
-) -> tuple[list[dict[str, Any]], Pivot | None]:
-    """Returns a dict per set of runs, and the table of one setting by another, None: not asked for.
+) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """Returns a row per run, with the name of its set (see `sets`), and the table of one setting by
+    another, None: not asked for.
 
-    Each measure of a set is (mean, sample sd, number of values).
     Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction,
     or an RMSE;
     `baseline` names the set that the others are compared with, by its label or algorithm, in two
@@ -106,139 +92,65 @@ def compare_runs(
     """
     if target is not None and not target > 0:
         raise InputError(f"target must be a score above 0, as 0.8 of accuracy, not {target}")
-    run_dirs = follow(find_runs(list(paths)), "reading runs")
-    runs = [read_run(run_dir, target) for run_dir in run_dirs]
-    shares = [kind.words for run in runs if (kind := score_of(run["rows"])).percent]
+    runs = read_sets(paths, target, baseline)
+    shares = [score.words for score in map(score_of, runs["rows"]) if score.percent]
     if target is not None and target > 1 and shares:
         raise InputError(f"target must be a share in (0, 1], as {shares[0]} is, not {target}")
-    sets = merge_seeds(add_shared_best(runs))
-    sets = sets if baseline is None else add_baseline(sets, baseline)
-    groups = [reduce_set(one) for one in sets]
-    print_notes(groups, baseline)
-    return groups, make_pivot(groups, *pivot, measure) if pivot else None
+    print_notes(runs, baseline)
+    return runs, make_pivot(runs, *pivot, measure) if pivot else None
 
 
-def print_notes(groups: list[dict[str, Any]], baseline: str | None) -> None:
+def print_notes(runs: pd.DataFrame, baseline: str | None) -> None:
     """Prints what makes numbers of sets of runs less than they seem."""
-    for group in groups:
-        if len(set(group["seeds"].split())) < group["runs"]:
+    for label, own in split_sets(runs):
+        if own["seed"].astype(str).duplicated().any():
             print(
-                f"note: {group['label']} holds the same seed more than once (seeds"
-                f" {group['seeds']}), so its sd is too small"
+                f"note: {label} holds the same seed more than once (seeds"
+                f" {' '.join(map(str, own['seed']))}), so its sd is too small"
             )
-        if chosen := sum("chosen_round" in run for run in group["members"]):
+        if chosen := own["chosen_round"].count():
             print(
-                f"note: {chosen} of {group['runs']} runs of {group['label']} report the round that"
+                f"note: {chosen} of {len(own)} runs of {label} report the round that"
                 " was best on validation samples; it is also what best and final are"
             )
-        alone = sum("speedup" not in run for run in group["members"])
-        if baseline is not None and alone:
+        if baseline is not None and (alone := (~own["paired"]).sum()):
             print(
-                f"note: {alone} of {group['runs']} runs of {group['label']} have no gain: no run of"
+                f"note: {alone} of {len(own)} runs of {label} have no gain: no run of"
                 f" {baseline} has the same seed and the same data"
             )
 
 
-def add_shared_best(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the runs with their best score over the tests that count for all runs
-    on the same data set, partition and model, and the number of these tests.
+def format_sets(runs: pd.DataFrame, target: float | None = None) -> list[list[str]]:
+    """Returns the lines of the table, the first one its headings."""
+    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
+    if target is not None:
+        shares = score_of(runs["rows"].iloc[0]).percent
+        said = f"{100 * target:g} %" if shares else f"RMSE {target:g}"
+        names["rounds_to_target"] = f"rounds to {said}"
+    shown = list_shown(runs)
+    lines = [["runs of", "n", *(names[name] for name in shown)]]
+    for label, own in split_sets(runs):
+        cells = [label, str(len(own))]
+        for name in shown:
+            mean, sd, count = average(own, name)
+            # a number of tests has an sd only if it varies
+            varies = bool(sd) or "evaluations" not in name
+            text = format_mean((mean, sd, count if varies else 1), *MEASURES[name][1:])
+            # a mean over fewer runs than the row's would flatter the method
+            some = f" ({count}/{len(own)})" if count < len(own) else ""
+            cells.append(text + some if count else "-")
+        lines.append(cells)
+    return lines
+
+
+def list_shown(runs: pd.DataFrame) -> list[str]:
+    """Returns the measures that a table shows: those that some run has, and the best over shared
+    tests only where it is over fewer than some set's own.
     """
-    same: dict[tuple, list[list[dict[str, Any]]]] = {}
-    for run in runs:
-        same.setdefault(_data_of(run), []).append(run["rows"])
-    windows = {name: shared_rounds(rows) for name, rows in same.items()}
-    shared = [(run, windows[_data_of(run)]) for run in runs]
-    return [
-        run
-        | {
-            # a round that was chosen on validation samples is nobody's best test
-            f"shared_best_{(name := score_of(run['rows']).name)}": run[f"best_{name}"]
-            if "chosen_round" in run
-            else best_over(run["rows"], window),
-            "shared_evaluations": len(window),
-        }
-        for run, window in shared
-    ]
-
-
-def _data_of(run: dict[str, Any]) -> tuple[str, ...]:
-    return tuple(str(run.get(name) or "") for name in DATA)
-
-
-def merge_seeds(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Puts together the runs that differ in nothing but the seed and where and how they
-    ran, and labels each set by what tells it from the others; `method` is the label without the
-    data.
-    """
-    same: dict[tuple, list[dict[str, Any]]] = {}
-    for run in runs:
-        same.setdefault(tuple(str(run.get(name) or "") for name in IDENTITY), []).append(run)
-    varying = [
-        name
-        for i, name in enumerate(IDENTITY)
-        if i == 0 or len({identity[i] for identity in same}) > 1
-    ]
-    every = {name for members in same.values() for run in members for name in run["overrides"]}
-    short = shorten_names(every)
-    sets: dict[tuple, dict[str, Any]] = {}
-    for identity, members in same.items():
-        names = sorted({name for run in members for name in run["overrides"]})
-        swept = [name for name in names if len({run["overrides"].get(name) for run in members}) > 1]
-        fields: dict[str, str] = dict(zip(IDENTITY, identity, strict=True))
-        for run in members:
-            given = [name for name in swept if name in run["overrides"]]
-            extra = " ".join(f"{name}={run['overrides'][name]}" for name in given)
-            said = [f"{short[name]}={shorten_value(run['overrides'][name])}" for name in given]
-            label = " ".join([*(fields[name] for name in varying), *said])
-            method = " ".join([*(fields[name] for name in varying if name not in DATA), *said])
-            new = {**fields, "overrides": extra, "label": label, "method": method, "members": []}
-            sets.setdefault((*identity, extra), new)["members"].append(run)
-    return [sets[name] for name in sorted(sets)]
-
-
-def shorten_value(value: str) -> str:
-    """Returns a value as labels have it: of a long one its first signs, and a number of its own."""
-    number = zlib.crc32(value.encode(errors="surrogatepass"))
-    return escape_text(value if len(value) <= 200 else f"{value[:100]}... ({number:08x})")
-
-
-def shorten_names(names: Iterable[str]) -> dict[str, str]:
-    """Returns the last part of each setting's name, m of algorithm.m, where only one has it and it
-    does not name another setting alone.
-    """
-    last = {name: name.rpartition(".")[2] for name in names}
-    counts = Counter([*last.values(), *IDENTITY, "seed"])
-    return {name: part if counts[part] == 1 else name for name, part in last.items()}
-
-
-def reduce_set(group: dict[str, Any]) -> dict[str, Any]:
-    """Returns a set of runs with its measures over seeds."""
-    members = group["members"]
-    return {
-        **group,
-        "runs": len(members),
-        "seeds": " ".join(str(run.get("seed")) for run in members),
-        **{name: _mean_sd(run.get(name) for run in members) for name in MEASURES},
-    }
-
-
-def _mean_sd(values: Iterable[float | None]) -> tuple[float, float, int]:
-    """Returns mean, sample standard deviation (n - 1; NaN for one value) and the number
-    of values, without nulls.
-    """
-    kept = [value for value in values if value is not None]
-    mean = float(np.mean(kept)) if kept else math.nan
-    return mean, float(np.std(kept, ddof=1)) if len(kept) > 1 else math.nan, len(kept)
-
-
-def shown_measures(groups: list[dict[str, Any]]) -> list[str]:
-    """Returns the measures that the table shows: those that some run has, and the best
-    over shared tests only where it is over fewer than some run's own.
-    """
-    fewer = any(group["evaluations"][0] != group["shared_evaluations"][0] for group in groups)
-    hidden = {name for name in MEASURES if name.startswith("shared_") and not fewer}
-    known = [name for name in MEASURES if any(group[name][2] for group in groups)]
-    return [name for name in known if name not in hidden]
+    means = runs.groupby("label")[["evaluations", "shared_evaluations"]].mean()
+    fewer = (means["evaluations"] != means["shared_evaluations"]).any()
+    known = [name for name in MEASURES if runs[name].notna().any()]
+    return [name for name in known if fewer or not name.startswith("shared_")]
 
 
 def main(argv: list[str]) -> int:

@@ -5,23 +5,24 @@ CSV, Markdown and LaTeX.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedjax_cfl.analysis.compare_inputs import IDENTITY
-from fedjax_cfl.analysis.compare_outputs import (
+import pandas as pd
+
+from fedjax_cfl.analysis.runs import IDENTITY, list_settings
+from fedjax_cfl.analysis.sets import average, keep_known, score_of_set, split_sets
+from fedjax_cfl.analysis.statistics import bootstrap_mean, list_gaps
+from fedjax_cfl.analysis.tables import (
     MEASURES,
     format_markdown,
     format_mean,
     format_number,
-    keep_known,
+    list_records,
     print_table,
 )
-from fedjax_cfl.analysis.plot_costs import score_of_set
-from fedjax_cfl.analysis.statistics import bootstrap_mean, list_gaps, pair_runs
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.formatting import escape_latex, escape_markdown, escape_markup
-from fedjax_cfl.runs.results import read_settings, write_columns, write_text
-from fedjax_cfl.validation import flatten_settings
+from fedjax_cfl.runs.results import write_columns, write_text
 
 # settings that choose an option, which a summary names
 NAMED = (*IDENTITY, "concept", "drift")
@@ -33,106 +34,69 @@ PLAIN, BEST, TIED = "plain", "best", "tied"
 LEGEND = "bold: the best of its column, and what seeds do not tell from it (paired 95 % interval)"
 
 
-class Cell(NamedTuple):
-    """A set of runs in the table."""
+def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best") -> pd.DataFrame:
+    """Returns the table of sets of runs (see `sets`), a line per cell: its row and column, measure,
+    mean, sd, how many values and runs, and its rank: BEST of its column, or PLAIN, or TIED if the
+    95 % bootstrap interval of its difference from the best, over the seeds that both have, holds 0;
+    of few seeds such an interval is too narrow. A column of several measures has no best.
 
-    measure: str  # one of `MEASURES`
-    mean: float  # of the measure, as in compare.csv
-    sd: float
-    values: int  # runs that have it
-    runs: int
-    rank: str  # PLAIN | BEST of its column | TIED: seeds do not tell it from the best
-
-
-class Pivot(NamedTuple):
-    """The table."""
-
-    rows: list[str]
-    columns: list[str]
-    cells: dict[tuple[str, str], Cell]  # by row and column
-
-    def list_cells(self) -> list[dict[str, Any]]:
-        """Returns a row per cell."""
-        return [
-            {"row": row, "column": column, **cell._asdict()}
-            for (row, column), cell in self.cells.items()
-        ]
-
-    def list_measures(self, name: str | None = None, axis: int = 1) -> list[str]:
-        """Returns the measures of the cells in column `name`, with an `axis` of 0 in that row,
-        None: in the table.
-        """
-        inside = [cell for place, cell in self.cells.items() if name in (None, place[axis])]
-        return list(dict.fromkeys(cell.measure for cell in inside))
-
-    def name_line(self, name: str, axis: int) -> str:
-        """Returns a row's or column's name, with what it shows where others show something else."""
-        own = self.list_measures(name, axis)
-        mixed = len(self.list_measures()) > 1
-        return f"{name}, {MEASURES[own[0]][0]}" if mixed and len(own) == 1 else name
-
-
-def make_pivot(
-    groups: list[dict[str, Any]], rows: str, columns: str, measure: str = "best"
-) -> Pivot:
-    """Returns the table of sets of runs (see `compare.reduce_set`).
-
-    A cell is TIED if the 95 % bootstrap interval of its difference from the best of its column,
-    over the seeds that both have, holds 0; of few seeds such an interval is too narrow. A column of
-    several measures has no best.
     Args: `rows` and `columns` are names of settings, several joined by +, as
     algorithm+algorithm.m, where a set of runs without one goes by the others; `measure` is one of
     `MEASURES`, or of `OF_TASK`.
     Raises InputError for a measure or setting that does not exist or that no run has, and where two
     sets of runs would share a cell.
     """
-    if measure not in (*OF_TASK, *MEASURES):
-        options = suggest_options(measure, [*OF_TASK, *MEASURES])
-        raise InputError(f"--measure {measure}: unknown measure{options}")
-    if measure not in (*OF_TASK, *keep_known([measure], groups)):
-        name = score_of_set(groups[0]).name
-        raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
+    check_measure(runs, measure)
     asked = {*rows.split("+"), *columns.split("+")}
-    settings = [_read_settings(group["members"][0], asked) for group in groups]
+    sets = [(label, own, _read_settings(own, asked)) for label, own in split_sets(runs)]
     for axis, names in (("rows", rows), ("columns", columns)):
-        check_names(settings, names, axis)
-    placed: dict[tuple[str, str], dict[str, Any]] = {}
-    for group, own in zip(groups, settings, strict=True):
-        place = (_name_place(own, rows), _name_place(own, columns))
+        check_names([settings for *_, settings in sets], names, axis)
+    placed: dict[tuple[str, str], pd.DataFrame] = {}
+    for label, own, settings in sets:
+        place = (_name_place(settings, rows), _name_place(settings, columns))
         if place in placed:
             raise InputError(
                 f"--pivot {rows} {columns}: two sets of runs share the cell {place[0]} x"
-                f" {place[1]}, {placed[place]['label']} and {group['label']}; add what tells them"
+                f" {place[1]}, {placed[place]['label'].iloc[0]} and {label}; add what tells them"
                 " apart to the rows or columns, as algorithm+algorithm.m, or compare fewer runs"
             )
-        placed[place] = group
-    own_rows, own_columns = (
-        list(dict.fromkeys(place[axis] for place in placed)) for axis in (0, 1)
-    )
-    cells = {}
-    for column in own_columns:
-        inside = {row: placed[row, column] for row in own_rows if (row, column) in placed}
-        shown = {row: _measure_of(group, measure) for row, group in inside.items()}
-        one = next(iter(shown.values()))
-        alike = set(shown.values()) == {one}
-        ranks = rank_cells(inside, one) if alike else dict.fromkeys(inside, PLAIN)
-        for row, group in inside.items():
-            mean, sd, values = group[shown[row]]
-            cells[row, column] = Cell(shown[row], mean, sd, values, group["runs"], ranks[row])
-    return Pivot(own_rows, own_columns, cells)
+        placed[place] = own
+    cells = []
+    for column in dict.fromkeys(place[1] for place in placed):
+        inside = {row: own for (row, other), own in placed.items() if other == column}
+        shown = {row: _measure_of(own, measure) for row, own in inside.items()}
+        alike = len({*shown.values()}) == 1
+        ranks = rank_cells(inside, next(iter(shown.values()))) if alike else {}
+        for row, own in inside.items():
+            mean, sd, values = average(own, shown[row])
+            cell = {"row": row, "column": column, "measure": shown[row], "mean": mean, "sd": sd}
+            cell |= {"values": values, "runs": len(own), "rank": ranks.get(row, PLAIN)}
+            cells.append(cell)
+    return pd.DataFrame(cells)
 
 
-def _measure_of(group: dict[str, Any], measure: str) -> str:
+def check_measure(runs: pd.DataFrame, measure: str) -> None:
+    """Raises InputError for a measure that does not exist, or that none of the runs has."""
+    if measure not in (*OF_TASK, *MEASURES):
+        options = suggest_options(measure, [*OF_TASK, *MEASURES])
+        raise InputError(f"--measure {measure}: unknown measure{options}")
+    if measure not in (*OF_TASK, *keep_known([measure], runs)):
+        name = score_of_set(runs).name
+        raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
+
+
+def _measure_of(own: pd.DataFrame, measure: str) -> str:
     """Returns the name of the `measure` that a set of runs shows."""
-    return f"{measure}_{score_of_set(group).name}" if measure in OF_TASK else measure
+    return f"{measure}_{score_of_set(own).name}" if measure in OF_TASK else measure
 
 
-def _read_settings(run: dict[str, Any], asked: set[str]) -> dict[str, Any]:
-    """Returns the settings of a run by name, all that it has of those `asked` for among them."""
-    named = {name: run.get(name) for name in NAMED}
-    if asked <= named.keys():
-        return named
-    return {**dict(flatten_settings(read_settings(run["run_dir"]))), **run["overrides"], **named}
+def _read_settings(own: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
+    """Returns the settings of a set of runs by name, all that it has of those `asked` for among
+    them.
+    """
+    run = own.iloc[0]
+    named = {name: value if pd.notna(value := run.get(name)) else None for name in NAMED}
+    return named if asked <= {*named} else {**list_settings(run["run_dir"]), **named}
 
 
 def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
@@ -155,10 +119,11 @@ def _name_place(settings: dict[str, Any], names: str) -> str:
     return ", ".join(found) or "-"
 
 
-def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str]:
+def rank_cells(inside: dict[str, pd.DataFrame], measure: str) -> dict[str, str]:
     """Returns the rank of each set of runs of one column, by row."""
     sign = -1 if measure in COSTS or measure.endswith(("rmse", "mae")) else 1
-    known = {row: sign * group[measure][0] for row, group in inside.items() if group[measure][2]}
+    means = {row: sign * own[measure].mean() for row, own in inside.items()}
+    known = {row: mean for row, mean in means.items() if mean == mean}
     if len(known) < 2:
         return dict.fromkeys(inside, PLAIN)
     _, factor, digits = MEASURES[measure]
@@ -173,16 +138,15 @@ def rank_cells(inside: dict[str, dict[str, Any]], measure: str) -> dict[str, str
             return BEST
         if shown[row] == shown[best]:  # no reader could tell why one is bold
             return TIED
-        gaps = list_gaps(pair_runs(inside[best], inside[row]), measure)
-        gap = bootstrap_mean([sign * gap for gap in gaps])
+        gap = bootstrap_mean(sign * list_gaps(inside[best], inside[row], measure))
         return TIED if gap.values > 1 and gap.low <= 0 else PLAIN
 
     return {row: rank(row) for row in inside}
 
 
-def format_cell(cell: Cell | None, plus: str = " ± ") -> str:
-    """Returns a cell in the units of its measure, - where no run has it."""
-    if cell is None or not cell.values:
+def format_cell(cell: Any, plus: str = " ± ") -> str:
+    """Returns a line of the table in the units of its measure, - where no run has it."""
+    if not cell.values:
         return "-"
     _, factor, digits = MEASURES[cell.measure]
     text = format_mean((cell.mean, cell.sd, cell.values), factor, digits, plus)
@@ -190,46 +154,50 @@ def format_cell(cell: Cell | None, plus: str = " ± ") -> str:
 
 
 def lay_out(
-    pivot: Pivot, escape: Callable[[str], str], bold: str, plus: str = " ± "
+    pivot: pd.DataFrame, escape: Callable[[str], str], bold: str, plus: str = " ± "
 ) -> list[list[str]]:
     """Returns the lines of the table, the first one the columns' names. `bold` is the format of
     what is not PLAIN; `escape` makes texts from files harmless.
     """
-    lines = [["", *(escape(pivot.name_line(column, 1)) for column in pivot.columns)]]
-    for row in pivot.rows:
-        cells = [pivot.cells.get((row, column)) for column in pivot.columns]
-        shown = [format_cell(cell, plus) for cell in cells]
-        marked = [
-            bold.format(text) if cell and cell.rank != PLAIN else text
-            for cell, text in zip(cells, shown, strict=True)
-        ]
-        lines.append([escape(pivot.name_line(row, 0)), *marked])
-    return lines
+    marks = ["{}" if rank == PLAIN else bold for rank in pivot["rank"]]
+    texts = [format_cell(cell, plus) for cell in pivot.itertuples(name="Cell", index=False)]
+    shown = pivot.assign(text=[mark.format(text) for mark, text in zip(marks, texts, strict=True)])
+    grid = shown.pivot(index="row", columns="column", values="text").fillna("-")
+    grid = grid.loc[pivot["row"].unique(), pivot["column"].unique()]
+
+    def name(line: str, axis: str) -> str:
+        """Says what a line shows where others show something else."""
+        own = pivot.loc[pivot[axis] == line, "measure"].unique()
+        one = len(own) == 1 and pivot["measure"].nunique() > 1
+        return escape(f"{line}, {MEASURES[own[0]][0]}" if one else line)
+
+    head = ["", *(name(column, "column") for column in grid)]
+    return [head, *([name(line.Index, "row"), *line[1:]] for line in grid.itertuples())]
 
 
-def describe(pivot: Pivot) -> str:
+def describe(pivot: pd.DataFrame) -> str:
     """Returns what the numbers are, in one line."""
-    counts = sorted({cell.runs for cell in pivot.cells.values()})
-    runs = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
-    shown = " and ".join(MEASURES[measure][0] for measure in pivot.list_measures())
+    least, most = pivot["runs"].min(), pivot["runs"].max()
+    runs = f"{least} to {most}" if least < most else f"{least}"
+    shown = " and ".join(MEASURES[measure][0] for measure in pivot["measure"].unique())
     return f"{shown}, mean ± sample sd, {runs} runs a cell"
 
 
-def write_pivot(pivot: Pivot, out: Path) -> None:
+def write_pivot(pivot: pd.DataFrame, out: Path) -> None:
     """Prints the table and writes pivot.csv, pivot.md and pivot.tex into `out`."""
     print_table(describe(pivot), *lay_out(pivot, escape_markup, "[bold]{}[/bold]"))
     print(LEGEND)
-    write_columns(out / "pivot.csv", pivot.list_cells())
+    write_columns(out / "pivot.csv", list_records(pivot))
     text = format_markdown(*lay_out(pivot, escape_markdown, "**{}**"))
     write_text(out / "pivot.md", f"{text}\n{describe(pivot)}; {LEGEND}\n")
     write_text(out / "pivot.tex", format_latex(pivot))
 
 
-def format_latex(pivot: Pivot) -> str:
+def format_latex(pivot: pd.DataFrame) -> str:
     """Returns the table for LaTeX with the package booktabs."""
     grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ")
     head, *lines = (" & ".join(line) + r" \\" for line in grid)
-    shape = "l" + "r" * len(pivot.columns)
+    shape = "l" + "r" * (len(grid[0]) - 1)
     top = [f"% {describe(pivot)}; {LEGEND}", rf"\begin{{tabular}}{{{shape}}}", r"\toprule"]
     bottom = [r"\bottomrule", r"\end{tabular}", ""]
     return "\n".join([*top, head, r"\midrule", *lines, *bottom])

@@ -2,18 +2,19 @@
 what it costs: rounds, communication, local steps, simulated time.
 """
 
-from collections.abc import Collection
+import math
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedjax_cfl.analysis.compare_inputs import DATA
 from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, scale_scores, style_axes
+from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 from fedjax_cfl.runs.results import series
-from fedjax_cfl.scores import Score, score_of
+from fedjax_cfl.scores import score_of
 
 DASHES = ("-", "--", ":", "-.")
 # evaluations: above how many a line is smoothed, and over how many
@@ -92,85 +93,98 @@ COSTS = {
 ROUNDS = Cost(("round",), 1, "round", 0)
 
 
-def last_cost(rows: list[dict[str, Any]], name: str) -> float | None:
-    """Returns what a run has paid in all, in the unit of its field; None where it was not
+def last_cost(rows: list[dict[str, Any]], cost: Cost) -> float:
+    """Returns what a run has paid in all, in the unit of its fields; NaN where it was not
     counted or, for simulated time, no clock ran.
     """
-    values = [rows[-1].get(field) for field in COSTS[name].fields] if rows else [None]
+    values = [rows[-1].get(field) for field in cost.fields] if rows else []
     known = [value for value in values if value is not None]
-    total = sum(known) if len(known) == len(values) else None
-    return total if total or name != "sim_time" else None
+    total = float(sum(known)) if len(known) == len(cost.fields) else math.nan
+    return total if total or cost is not COSTS["sim_time"] else math.nan
 
 
-def mean_curve(
-    members: list[dict[str, Any]], cost: Cost
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def add_costs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs with what each has paid in all, a column for each of `COSTS`."""
+    paid = {name: [last_cost(rows, cost) for rows in runs["rows"]] for name, cost in COSTS.items()}
+    return runs.assign(**paid)
+
+
+def mean_curve(runs: pd.DataFrame, cost: Cost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns cost, mean score and its sample sd over runs, each [R], at the rounds that
     every run has evaluated; the sd of one run is 0.
     """
-    rows = [run["rows"] for run in members]
+    rows = list(runs["rows"])
     _, spent, _ = average_runs(rows, cost.fields)
     _, mean, sd = average_runs(rows, (score_of(rows[0]).name,))
     return spent / cost.scale, mean, sd
 
 
-def group_by_data(groups: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Returns sets of runs by the data set, partition and model that they share, named by those of
-    the three that differ, and apart by what they are scored by.
-    """
-    varying = [name for name in DATA if len({group.get(name) for group in groups}) > 1]
-    mixed = len({score_of_set(group) for group in groups}) > 1
-    found: dict[str, list[dict[str, Any]]] = {}
-    for group in groups:
-        names = [str(group[name]) for name in varying]
-        names += [score_of_set(group).words] if mixed else []
-        found.setdefault(", ".join(names), []).append(group)
-    return found
+def choose_communication(runs: pd.DataFrame) -> Cost:
+    """Returns communication in bytes where every run knows them, else in units (models)."""
+    fields = "bytes_down", "bytes_up"
+    most = [last_cost(rows, Cost(fields, 1, "", 0)) for rows in runs["rows"] if rows]
+    if np.isnan(most).any():
+        return Cost(("units_down", "units_up"), 1, "communication, down + up (models)", 0)
+    units = (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
+    scale, unit = next((u for u in units if max(most, default=0) >= u[0]), units[-1])
+    return Cost(fields, scale, f"communication, down + up ({unit})", 0)
 
 
-def score_of_set(group: dict[str, Any]) -> Score:
-    """Returns what the runs of a set are scored by."""
-    return score_of(group["members"][0].get("rows") or [])
-
-
-def line_label(group: dict[str, Any], panels: Collection[str]) -> str:
-    """Returns what a set of runs is called in a legend: without the data, if each has a panel."""
-    return group["method"] if len(panels) > 1 else group["label"]
-
-
-def style_lines(groups: list[dict[str, Any]]) -> dict[str, tuple[Any, str]]:
-    """Returns the style of every label: a method's line looks the same in all panels."""
-    panels = group_by_data(groups)
-    labels = list(dict.fromkeys(line_label(group, panels) for group in groups))
-    return dict(zip(labels, line_styles(len(labels)), strict=True))
-
-
-def draw_costs(groups: list[dict[str, Any]]) -> Figure:
+def draw_costs(runs: pd.DataFrame) -> Figure:
     """Draws the score against every cost that some run counts, a line with a band of one sd
     over seeds for each set of runs; a row of panels for each data set, partition and model.
     """
-    timed = any(run["sim_time"] for group in groups for run in group["members"])
-    costs = {name: cost for name, cost in COSTS.items() if timed or name != "sim_time"}
-    costs, named = {"rounds": ROUNDS} | costs, group_by_data(groups)
-    square = timed and len(named) == 1
-    figure = new_figure(12, 7.6 if square else 0.4 + 3.8 * len(named))
-    shape = (2, 2) if square else (len(named), len(costs))
+    timed = runs["sim_time"].notna().any()
+    costs = [ROUNDS, *(cost for name, cost in COSTS.items() if timed or name != "sim_time")]
+    data = split_data(runs)
+    square = bool(timed) and len(data) == 1
+    figure = new_figure(12, 7.6 if square else 0.4 + 3.8 * len(data))
+    shape = (2, 2) if square else (len(data), len(costs))
     panels = figure.subplots(*shape, sharey=True if square else "row", squeeze=False)
-    styles, lines = style_lines(groups), {}
-    rows = [panels.flat] if square else panels
-    for (data, members), row in zip(named.items(), rows, strict=True):
-        for (name, cost), axes in zip(costs.items(), row, strict=True):
-            for group in members:
-                if any(run.get(name, 0) is None for run in group["members"]):
+    return _fill_panels(figure, panels.reshape(len(data), -1), runs, costs, "{data}", "")
+
+
+def draw_comparison(runs: pd.DataFrame) -> Figure:
+    """Draws the score against rounds and against communication, a line with a band of one sd per
+    set; a row of panels for each data set, partition and model.
+    """
+    costs, data = [ROUNDS, choose_communication(runs)], split_data(runs)
+    figure = new_figure(13, 1.0 + 4.0 * len(data))
+    panels = figure.subplots(len(data), 2, sharey="row", squeeze=False)
+    title = "{score} against {cost}" + ", {data}" * (len(data) > 1)
+    return _fill_panels(figure, panels, runs, costs, title, ", mean ± sd over seeds")
+
+
+def _fill_panels(
+    figure: Figure,
+    panels: np.ndarray,
+    runs: pd.DataFrame,
+    costs: list[Cost],
+    title: str,
+    said: str,
+) -> Figure:
+    """Draws into panels [data sets, costs] and adds the legend; a method's line looks the same in
+    all. The `title` of a panel may name its {score}, {cost} and {data}; `said` follows the name of
+    the score at the left.
+    """
+    data = split_data(runs)
+    part = "method" if len(data) > 1 else "label"  # each has a panel: without the data
+    labels = list(runs[part].unique())
+    styles, lines = dict(zip(labels, line_styles(len(labels)), strict=True)), {}
+    for (name, own), row in zip(data.items(), panels, strict=True):
+        score = score_of_set(own)
+        words = score.words[0].upper() + score.words[1:]
+        for cost, axes in zip(costs, row, strict=True):
+            for _, members in split_sets(own):
+                if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
                     continue  # it was not counted
-                label = line_label(group, named)
-                curve = mean_curve(group["members"], cost)
-                line = draw_band(axes, *curve, styles[label], label)
-                lines.setdefault(label, line)
-            left = cost is ROUNDS
-            score = score_of_set(members[0])
-            said = f"test {score.words}" if left else ""
-            style_axes(axes, data if left else "", cost.heading, said)
+                label = members[part].iloc[0]
+                lines[label] = draw_band(axes, *mean_curve(members, cost), styles[label], label)
+            left = axes is row[0]
+            what = cost.heading.partition(",")[0]
+            heading = title.format(score=words, cost=what, data=name)
+            shown = heading if left or "{cost}" in title else ""
+            style_axes(axes, shown, cost.heading, f"test {score.words}{said}" if left else "")
             axes.set_xlim(left=0)
             scale_scores(axes, score)
     add_legend(figure, list(lines.values()), list(lines))

@@ -23,6 +23,7 @@ from fedjax_cfl.analysis.statistics import (
     bootstrap_mean,
     compute_tests,
     find_chance,
+    subtract,
 )
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown
@@ -212,8 +213,8 @@ def compare_with(means: np.ndarray, baseline: int) -> np.ndarray:
 
     `means` [N, k]. Of N settings no chance is below 2 / 2^N before the correction.
     """
-    tests = [compute_tests(means[:, j] - means[:, baseline]) for j in range(means.shape[1])]
-    chances = np.array([np.nan if each is None else each.wilcoxon for each in tests])
+    tests = [compute_tests(subtract(column, means[:, baseline])) for column in means.T]
+    chances = np.array([each.p_wilcoxon for each in tests])
     chances[baseline] = np.nan
     return correct_holm(chances)
 
@@ -248,11 +249,12 @@ def list_differences(
             if minus == method:
                 continue
             cell, other = here[method], here[minus]
-            pairs = zip(cell["scores"], other["scores"], strict=False)
-            gaps = [float(np.subtract(*np.nan_to_num(pair, nan=0.0))) for pair in pairs]
-            found = bootstrap_mean(gaps or [cell["score"] - other["score"]])
+            shared = min(len(cell["scores"]), len(other["scores"]))
+            sides = [np.nan_to_num(each["scores"][:shared], nan=0.0) for each in (cell, other)]
+            gaps = subtract(*sides)
+            found = bootstrap_mean(gaps if shared else [cell["score"] - other["score"]])
             line = {"setting": setting, "method": method, "minus": minus, "best": minus == best}
-            line |= {"seeds": len(gaps), "mean": found.mean, "low": found.low, "high": found.high}
+            line |= {"seeds": shared, "mean": found.mean, "low": found.low, "high": found.high}
             lines.append(line | {"p": find_chance(gaps)})
     return lines
 

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import io
 import re
-from collections import Counter
 from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
@@ -17,34 +16,29 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+import pandas as pd
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedjax_cfl.analysis import compare, flows
-from fedjax_cfl.analysis.compare_inputs import DATA, find_runs, read_run
-from fedjax_cfl.analysis.compare_outputs import MEASURES, format_number, keep_known
+from fedjax_cfl.analysis import flows
+from fedjax_cfl.analysis.compare import list_shown
 from fedjax_cfl.analysis.plot import draw_curves, save_pictures
-from fedjax_cfl.analysis.plot_costs import COSTS, draw_costs, last_cost, score_of_set
+from fedjax_cfl.analysis.plot_costs import COSTS, add_costs, draw_costs
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
-from fedjax_cfl.analysis.statistics import (
-    LEVEL,
-    PAIRED,
-    Estimate,
-    PairedTests,
-    bootstrap_mean,
-    compare_pairs,
-)
+from fedjax_cfl.analysis.runs import DATA, list_settings
+from fedjax_cfl.analysis.sets import keep_known, read_sets, score_of_set, split_sets
+from fedjax_cfl.analysis.statistics import LEVEL, PAIRED, bootstrap_mean, list_differences
+from fedjax_cfl.analysis.tables import MEASURES, format_number, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
-from fedjax_cfl.runs.results import read_settings, to_plain, write_text
+from fedjax_cfl.runs.results import to_plain, write_text
 from fedjax_cfl.runs.run_dir import check_writable
 from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.scores import SCORES
-from fedjax_cfl.validation import flatten_settings
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
@@ -65,11 +59,11 @@ MARK = '<meta name="generator" content="fedjax-cfl report">'
 ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
 
 
-class Found(NamedTuple):
+class ReportData(NamedTuple):
     """What a page shows."""
 
-    groups: list[dict[str, Any]]  # sets of runs, see `compare.reduce_set`
-    runs: list[dict[str, Any]]  # of each run, see `describe_run`
+    runs: pd.DataFrame  # a row per run, see `sets`, with what each has cost
+    described: list[dict[str, Any]]  # of each run, see `describe_run`
     figures: dict[str, Figure]  # costs, and of run n: n-curves, n-alluvial, n-groups
 
 
@@ -101,43 +95,36 @@ def check_out(out: Path) -> None:
             raise InputError(f"{out}: exists and is no page of `report`; choose another file")
 
 
-def make_report(paths: Iterable[str | Path]) -> Found:
+def make_report(paths: Iterable[str | Path]) -> ReportData:
     """Returns what a page about the finished runs at or below `paths` shows."""
-    runs = [load_costs(path) for path in follow(find_runs(list(paths)), "reading runs")]
-    groups = [
-        compare.reduce_set(group)
-        for group in hide_paths(compare.merge_seeds(compare.add_shared_best(runs)))
-    ]
-    runs = [run for group in groups for run in group["members"]]
-    few = [group["members"][0] for group in groups][:MAX_PICTURED]
-    pictured = {run["run_dir"] for run in (runs if len(runs) <= MAX_PICTURED else few)}
+    runs = add_costs(hide_paths(read_sets(paths)))
+    first = ~runs["label"].duplicated()
+    pictured = runs["run_dir"].notna() if len(runs) <= MAX_PICTURED else first
+    pictured &= runs.groupby(first).cumcount().lt(MAX_PICTURED)
     # what can be wrong with files is found before anything is drawn
-    headings = name_runs(groups)
-    most = MAX_CLIENTS // len(runs)
-    named = follow(list(zip(runs, headings, strict=True)), "reading clients")
-    shown = [describe_run(run, most, name) for run, name in named]
-    drawn = {"costs": draw_costs(groups)}
-    for number, run in enumerate(follow(runs, "drawing runs")):
-        if run["run_dir"] in pictured:
-            found = {name: figure for name, figure in draw_run(run).items() if figure is not None}
-            drawn |= {f"{number}-{name}": figure for name, figure in found.items()}
-    return Found(groups, shown, drawn)
+    each = list_records(runs)
+    named = follow(list(zip(each, name_runs(runs), strict=True)), "reading clients")
+    shown = [describe_run(run, MAX_CLIENTS // len(runs), name) for run, name in named]
+    figures = {"costs": draw_costs(runs)}
+    for number, run in enumerate(follow(each, "drawing runs")):
+        if pictured[number]:
+            drawn = {name: figure for name, figure in draw_run(run).items() if figure is not None}
+            figures |= {f"{number}-{name}": figure for name, figure in drawn.items()}
+    return ReportData(runs, shown, figures)
 
 
-def name_runs(groups: list[dict[str, Any]]) -> list[str]:
-    """Returns a heading for every run of the sets, in their order, that no other run has."""
-    runs = [(group, run) for group in groups for run in group["members"]]
+def name_runs(runs: pd.DataFrame) -> list[str]:
+    """Returns a heading for every run that no other run has."""
     if len(runs) == 1:
-        return [title(runs[0][1])]
-    names = [f"{group['label']}, seed {run.get('seed')}" for group, run in runs]
-    return [
-        name if names.count(name) == 1 else f"{name}, {'/'.join(run['run_dir'].parts[-2:])}"
-        for name, (_, run) in zip(names, runs, strict=True)
-    ]
+        (run,) = list_records(runs)
+        return [title({name: value for name, value in run.items() if value != ""})]
+    names = runs["label"] + ", seed " + runs["seed"].map(str)
+    places = ["/".join(Path(folder).parts[-2:]) for folder in runs["run_dir"]]
+    return list(names.where(~names.duplicated(keep=False), names + ", " + places))
 
 
 def write_report(
-    found: Found, out: str | Path | None, pictures: str | Path | None = None
+    found: ReportData, out: str | Path | None, pictures: str | Path | None = None
 ) -> Path | None:
     """Writes the page, if `out` is a file, and the pictures, if `pictures` is a folder; returns the
     path of the page.
@@ -173,14 +160,8 @@ def write_report(
 # a run
 
 
-def load_costs(run_dir: Path) -> dict[str, Any]:
-    """Returns a run as a comparison has it, with its directory and all that it has cost."""
-    run = read_run(run_dir, None)
-    return run | {name: last_cost(run["rows"], name) for name in COSTS} | {"run_dir": run_dir}
-
-
 def read_run_tables(run: dict[str, Any]) -> Tables:
-    """Returns the tables of a run as `load_costs` has it."""
+    """Returns the tables of a run as `read_run` has it."""
     return read_tables(run["run_dir"], run, run["rows"])
 
 
@@ -191,25 +172,21 @@ def hide_path(value: Any) -> str:
     return escape_text(ABSOLUTE.sub(".../", str(value)))
 
 
-def hide_paths(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns sets of runs whose names, which pictures show, too, have no folders of absolute
-    paths; names that differ in nothing else get numbers.
+def hide_paths(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs with names of sets, which pictures show, too, that have no folders of
+    absolute paths; names that differ in nothing else get numbers.
     """
-    names = dict.fromkeys(group[part] for part in ("label", "method") for group in groups)
-    short = {name: ABSOLUTE.sub(".../", name) for name in names}
-    counts = Counter(short.values())
-    shown = {
-        name: text if counts[text] == 1 else f"{text} ({number})"
-        for number, (name, text) in enumerate(short.items(), 1)
-    }
-    return [group | {part: shown[group[part]] for part in ("label", "method")} for group in groups]
+    names = pd.unique(runs[["label", "method"]].to_numpy().ravel())
+    short = pd.Series([ABSOLUTE.sub(".../", name) for name in names], names)
+    numbers = pd.Series([f" ({place + 1})" for place in range(len(names))], names)
+    shown = short + numbers.where(short.duplicated(keep=False), "")
+    return runs.assign(label=runs["label"].map(shown), method=runs["method"].map(shown))
 
 
 def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]:
     """Returns what the page says of a run in words and tables, of `most` clients at most."""
     tables = read_run_tables(run)
-    file = run["run_dir"] / ".hydra" / "config.yaml"
-    settings = dict(flatten_settings(read_settings(run["run_dir"]))) if file.is_file() else {}
+    settings = list_settings(run["run_dir"])
     return {
         "title": hide_path(heading),
         "folder": escape_text("/".join(run["run_dir"].parts[-2:])),
@@ -227,7 +204,7 @@ def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     words = {}
     for name, (heading, factor, digits) in (MEASURED | COST_WORDS).items():
         value = run.get(name)
-        if value is not None and not name.startswith("shared_best"):
+        if pd.notna(value) and not name.startswith("shared_best"):
             words[heading] = format_number(value, factor, digits)
     return words | {"rounds": f"{run['rounds']:,}"}
 
@@ -292,97 +269,99 @@ def to_png(figure: Figure) -> bytes:
 # the page
 
 
-def render(found: Found, images: dict[str, bytes]) -> str:
+def render(found: ReportData, images: dict[str, bytes]) -> str:
     """Returns the page. What comes from files is escaped, and the page's own script is the
     only one that its policy lets run.
     """
-    room, groups = resources.files("fedjax_cfl.analysis"), found.groups
+    room, runs = resources.files("fedjax_cfl.analysis"), found.runs
     script = (room / "report.js").read_text(encoding="utf-8")
     page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
         (room / "report.html").read_text(encoding="utf-8")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    shown = compare.shown_measures(groups)
-    names = [name for name in MEASURED if name in shown] + [
-        name for name in COSTS if any(run[name] for group in groups for run in group["members"])
-    ]
-    differences = _list_differences(groups)
+    shown = list_shown(runs)
+    names = [name for name in MEASURED if name in shown]
+    names += [name for name in COSTS if runs[name].notna().any()]
+    differences = _list_differences(runs)
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
         allowed=f"sha256-{allowed}",
         level=f"{100 * LEVEL:.0f} %",
         headings=[(MEASURED | COST_WORDS)[name][0] for name in names],
-        scored=[score for score in SCORES if score in map(score_of_set, groups)],
-        groups=[_line(group, names) for group in groups],
-        chosen=any(group["chosen_round"][2] for group in groups),
-        paired=[MEASURED[name][0] for name in keep_known(PAIRED, groups)],
-        shared=name_shared(groups),
+        scored=[s for s in SCORES if s in [score_of_set(own) for _, own in split_sets(runs)]],
+        groups=[_line(own, names) for _, own in split_sets(runs)],
+        chosen=bool(runs["chosen_round"].notna().any()),
+        paired=[MEASURED[name][0] for name in keep_known(PAIRED, runs)],
+        shared=name_shared(runs),
         differences=differences,
-        tested=any(cell["tests"] for found in differences for cell in found["cells"]),
-        runs=found.runs,
+        tested=any(cell["tests"] for line in differences for cell in line["cells"]),
+        runs=found.described,
         mark=Markup(MARK),
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
     )
 
 
-def name_shared(groups: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns what all sets of runs have in common of their data: name and value."""
-    values = {name: {group[name] for group in groups} - {""} for name in DATA}
+def name_shared(runs: pd.DataFrame) -> dict[str, str]:
+    """Returns what all runs have in common of their data: name and value."""
+    values = {name: {*runs[name]} - {""} for name in DATA}
     return {name: hide_path(*found) for name, found in values.items() if len(found) == 1}
 
 
-def _line(group: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _line(own: pd.DataFrame, names: list[str]) -> dict[str, Any]:
     """Returns a set of runs as one line of the table."""
     cells = []
     for name in names:
-        estimate = bootstrap_mean([run.get(name) for run in group["members"]])
+        mean, low, high, count = bootstrap_mean(own[name])
+        estimate = {"mean": mean, "low": low, "high": high, "seeds": count}
         cells.append(format_estimate(estimate, *(MEASURED | COST_WORDS)[name][1:]))
-    label = hide_path(group["label"])
-    return {"label": label, "seeds": group["seeds"], "runs": group["runs"], "cells": cells}
+    seeds = " ".join(map(str, own["seed"]))
+    label = hide_path(own["label"].iloc[0])
+    return {"label": label, "seeds": seeds, "runs": len(own), "cells": cells}
 
 
-def _list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "label": hide_path(found.label),
-            "minus": hide_path(found.minus),
-            "seeds": found.seeds,
-            "cells": [
-                format_estimate(found.values[name], *MEASURED[name][1:], sign="+")
-                for name in keep_known(PAIRED, groups)
-            ],
-        }
-        for found in compare_pairs(groups, PAIRED)
-    ]
+def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
+    """Returns a line per pair of sets of runs."""
+    lines, nothing = [], {"seeds": 0}
+    for (one, other), own in list_differences(runs).groupby(["set", "minus"], sort=False):
+        rows: dict[Any, dict] = {row["measure"]: row for row in own.to_dict("records")}
+        cells = [
+            format_estimate(rows.get(name, nothing), *MEASURED[name][1:], sign="+")
+            for name in keep_known(PAIRED, runs)
+        ]
+        seeds = own["seeds"].max()
+        lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
+    return lines
 
 
 def format_estimate(
-    estimate: Estimate, factor: float, digits: int | None, sign: str = ""
+    estimate: dict[str, Any], factor: float, digits: int | None, sign: str = ""
 ) -> dict[str, Any]:
-    """Returns the texts of a mean, of its interval and of the tests of a difference, and
-    whether the interval, rounded as it is shown, excludes 0.
+    """Returns the texts of a mean, of its interval and of the tests of a difference (a row of
+    `list_differences`), and whether the interval, rounded as it is shown, excludes 0.
     """
-    if not estimate.values:
+    if not estimate["seeds"]:
         return {"mean": "-", "interval": "", "apart": False, "tests": []}
     mean, low, high = (
-        format_number(value, factor, digits, sign)
-        for value in (estimate.mean, estimate.low, estimate.high)
+        format_number(estimate[name], factor, digits, sign) for name in ("mean", "low", "high")
     )
-    rounded = [format_number(value, factor, digits) for value in (estimate.low, estimate.high)]
-    bounds = [float(text.replace(",", "")) for text in rounded]
+    rounded = [format_number(estimate[name], factor, digits) for name in ("low", "high")]
+    bounds, several = [float(text.replace(",", "")) for text in rounded], estimate["seeds"] > 1
     return {
         "mean": mean,
-        "interval": f"{low} to {high}" if estimate.values > 1 and bounds[0] < bounds[1] else "",
-        "apart": estimate.values > 1 and (bounds[0] > 0 or bounds[1] < 0),
-        "tests": format_tests(estimate.tests) if estimate.values > 1 and estimate.tests else [],
+        "interval": f"{low} to {high}" if several and bounds[0] < bounds[1] else "",
+        "apart": several and (bounds[0] > 0 or bounds[1] < 0),
+        "tests": format_tests(estimate) if several and "ahead" in estimate else [],
     }
 
 
-def format_tests(tests: PairedTests) -> list[str]:
+def format_tests(tests: dict[str, Any]) -> list[str]:
     """Returns what exact tests say of differences, in two lines."""
-    said = f"p {tests.mean:.2g}, Wilcoxon {tests.wilcoxon:.2g}, sign {tests.sign:.2g}"
-    return [f"{tests.ahead} better, {tests.behind} worse", said]
+    said = f"p {tests['p_mean']:.2g}, Wilcoxon {tests['p_wilcoxon']:.2g}, sign"
+    return [
+        f"{tests['ahead']} better, {tests['behind']} worse",
+        f"{said} {tests['p_sign']:.2g}",
+    ]
 
 
 def main(argv: list[str]) -> int:

@@ -5,19 +5,20 @@ exact tests.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.typing import ArrayLike
-from scipy.stats import rankdata
+from scipy import stats
 
-from fedjax_cfl.analysis.plot_costs import group_by_data, score_of_set
-from fedjax_cfl.analysis.relative import pair_key
+from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 from fedjax_cfl.scores import SCORES, find_owner
 
 RESAMPLES, LEVEL = 10_000, 0.95
-MAX_FLIPPED = 14  # values of which all signs are tried
+MAX_FLIPPED = 13  # values of which all signs are tried
 MAX_PAIRED_SETS = 6  # on the same data; beyond it all are compared with the best one only
+DIGITS = 14  # of scores; what floats add to their differences is beyond
 # measures that pairs of sets are compared by
 PAIRED = (
     *(f"{part}_{score.name}" for score in SCORES for part in ("final", "shared_best", "worst10")),
@@ -32,7 +33,6 @@ class Estimate(NamedTuple):
     low: float
     high: float
     values: int  # how many there are
-    tests: "PairedTests | None" = None  # of a difference
 
 
 class PairedTests(NamedTuple):
@@ -43,130 +43,122 @@ class PairedTests(NamedTuple):
 
     ahead: int  # of the differences that are not 0, how many are better: above, of RMSE below
     behind: int
-    mean: float  # Fisher's randomisation test: by the mean
-    wilcoxon: float  # signed ranks: one seed that is far off counts no more than its rank
-    sign: float  # signs alone: counts seeds, whatever their size
+    p_mean: float  # Fisher's randomisation test: by the mean
+    p_wilcoxon: float  # signed ranks: one seed that is far off counts no more than its rank
+    p_sign: float  # signs alone: counts seeds, whatever their size
 
 
-class Difference(NamedTuple):
-    """A set of runs minus another, over the seeds that both have."""
-
-    label: str
-    minus: str
-    seeds: int
-    values: dict[str, Estimate]  # of each measure
-
-
-def bootstrap_mean(values: Sequence[float | None]) -> Estimate:
-    """Returns the mean of values, without nulls, and the percentile bootstrap interval of
+def bootstrap_mean(values: ArrayLike) -> Estimate:
+    """Returns the mean of values [n], without nulls, and the percentile bootstrap interval of
     level LEVEL (Efron 1979), from resamples that a fixed seed draws.
 
     Few values make it too narrow: three can only give ten different means.
     """
-    kept = np.array([value for value in values if value is not None], float)
+    kept = np.asarray(values, float)
+    kept = kept[~np.isnan(kept)]
+    mean = float(kept.mean()) if kept.size else math.nan
     if kept.size < 2:
-        return Estimate(
-            float(kept.mean()) if kept.size else math.nan, math.nan, math.nan, kept.size
-        )
-    drawn = np.random.default_rng(0).integers(kept.size, size=(RESAMPLES, kept.size))
-    low, high = np.quantile(kept[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(float(kept.mean()), float(low), float(high), kept.size)
+        return Estimate(mean, math.nan, math.nan, kept.size)
+    options = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
+    found = stats.bootstrap((kept,), np.mean, **options, rng=0).confidence_interval
+    return Estimate(mean, float(found.low), float(found.high), kept.size)
+
+
+def subtract(one: ArrayLike, other: ArrayLike) -> np.ndarray:
+    """Returns the differences of scores [n], rounded to `DIGITS` of the largest score: 0.3 - 0.2
+    and 0.2 - 0.1 are the same, and 0.1 + 0.2 is no more than 0.3.
+    """
+    one, other = np.asarray(one, float), np.asarray(other, float)
+    largest = np.nanmax(np.abs([one, other]), initial=0.0)
+    unit = 10.0 ** (math.ceil(math.log10(largest)) - DIGITS) if largest else 1.0
+    return np.round((one - other) / unit) * unit
 
 
 def find_chance(differences: ArrayLike) -> float:
-    """Returns the chance, two-sided, of a mean at least as far from 0 if every difference were as
-    likely to have the other sign (Fisher's paired randomisation test); NaN without differences.
+    """Returns the chance, two-sided, of a mean of differences [n] at least as far from 0 if each
+    were as likely to have the other sign (Fisher's paired randomisation test); NaN without any.
 
-    Of signed ranks it is Wilcoxon's signed-rank test, of signs the sign test. It is exact up to
-    `MAX_FLIPPED` values: of n it cannot be below 2 / 2^n, so that three seeds never say more than
-    0.25. Beyond, it is from `RESAMPLES` draws of signs and the observed ones.
+    Of signed ranks it is Wilcoxon's signed-rank test. It is exact up to `MAX_FLIPPED` values: of n
+    it cannot be below 2 / 2^n, so that three seeds never say more than 0.25. Beyond, it is from
+    `RESAMPLES` draws of signs.
     """
     values = np.asarray(differences, float)
-    if not values.size:
-        return math.nan
-    if values.size <= MAX_FLIPPED:
-        signs = np.array(list(itertools.product((1, -1), repeat=values.size)))
-    else:
-        drawn = np.random.default_rng(0).choice([1, -1], (RESAMPLES, values.size))
-        signs = np.concatenate([np.ones((1, values.size)), drawn])
-    observed = abs(values.sum())
-    return float(np.mean(np.abs(signs @ values) >= observed - 1e-9 * np.abs(values).sum()))
+    if values.size < 2 or not values.any():
+        return 1.0 if values.size else math.nan
+    count = 2**values.size if values.size <= MAX_FLIPPED else RESAMPLES
+    # in units of the largest, so that what rounding leaves of a sum of 0 is below SciPy's tolerance
+    values = np.round(values / np.abs(values).max(), DIGITS)
+    found = stats.permutation_test(
+        (values,), _round_sum, permutation_type="samples", n_resamples=count, rng=0
+    )
+    return float(found.pvalue)
 
 
-def compare_pairs(groups: list[dict[str, Any]], measures: Sequence[str]) -> list[Difference]:
-    """Returns the differences between sets of runs (see `compare.reduce_set`) on the same
-    data, model and partition, where they share seeds: of all pairs, or with the best set
-    where there are many on the same data.
-    """
-
-    def rank(group: dict[str, Any]) -> float:
-        score = score_of_set(group)
-        final = group[f"final_{score.name}"][0]
-        worst_last = -final if score.higher else final
-        return np.inf if np.isnan(final) else worst_last
-
-    ranked = sorted(groups, key=rank)
-    found = []
-    for same in group_by_data(ranked).values():
-        pairs = list(itertools.combinations(same, 2))
-        if len(same) > MAX_PAIRED_SETS:
-            pairs = [(same[0], other) for other in same[1:]]
-        found += [_subtract(one, other, measures) for one, other in pairs]
-    return [difference for difference in found if difference.seeds]
+def _round_sum(values: np.ndarray, axis: int) -> np.ndarray:
+    return np.round(values.sum(axis), DIGITS - 2)
 
 
-def list_differences(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a row per pair of sets and measure, with the interval and the exact tests."""
-    rows = []
-    for found in compare_pairs(groups, PAIRED):
-        for measure, value in found.values.items():
-            if value.tests is None:
-                continue
-            row = {"set": found.label, "minus": found.minus, "measure": measure}
-            row |= {"seeds": value.values, "mean": value.mean}
-            row |= {"low": value.low, "high": value.high}
-            tests = value.tests._asdict()
-            row |= {name: tests.pop(name) for name in ("ahead", "behind")}
-            rows.append(row | {f"p_{name}": chance for name, chance in tests.items()})
-    return rows
-
-
-def compute_tests(differences: ArrayLike, higher: bool = True) -> PairedTests | None:
-    """Returns what exact tests say of differences, None where there are none. Those of 0 say
-    nothing about signs and ranks, and are left out there. `higher`: the higher the better.
+def compute_tests(differences: ArrayLike, higher: bool = True) -> PairedTests:
+    """Returns what exact tests say of differences [n]. Those of 0 say nothing about signs and
+    ranks, and are left out there. `higher`: the higher the better.
     """
     values = np.asarray(differences, float)
-    if not values.size:
-        return None
     moved = values[values != 0]
-    ranks = np.sign(moved) * rankdata(np.abs(moved)) if moved.size else np.zeros(1)
-    signs = np.sign(moved) if moved.size else np.zeros(1)
-    chances = map(find_chance, (values, ranks, signs))
-    sides = int((values > 0).sum()), int((values < 0).sum())
-    return PairedTests(*(sides if higher else sides[::-1]), *chances)
+    ranks = np.sign(moved) * stats.rankdata(np.abs(moved))
+    above, below = int((values > 0).sum()), int((values < 0).sum())
+    empty = 1.0 if values.size else math.nan
+    return PairedTests(
+        *((above, below) if higher else (below, above)),
+        find_chance(values),
+        find_chance(ranks) if moved.size else empty,
+        float(stats.binomtest(above, moved.size).pvalue) if moved.size else empty,
+    )
 
 
-def pair_runs(
-    one: dict[str, Any], other: dict[str, Any]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Returns the runs of two sets that have the same seed and data."""
-    left, right = ({pair_key(run): run for run in each["members"]} for each in (one, other))
-    return [(left[key], right[key]) for key in left if key in right]
+def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
+    """Returns the pairs of sets of runs (see `sets`) on the same data, partition and model: all of
+    them, the better first, or each with the best where there are many on the same data.
+    """
+
+    def rank(own: pd.DataFrame) -> float:
+        score = score_of_set(own)
+        final = own[f"final_{score.name}"].mean()
+        return math.inf if math.isnan(final) else (-final if score.higher else final)
+
+    pairs = []
+    for same in split_data(runs).values():
+        ranked = sorted((own for _, own in split_sets(same)), key=rank)
+        few = len(ranked) <= MAX_PAIRED_SETS
+        pairs += itertools.combinations(ranked, 2) if few else [(ranked[0], o) for o in ranked[1:]]
+    return pairs
 
 
-def list_gaps(pairs: list[tuple[dict[str, Any], dict[str, Any]]], measure: str) -> list[float]:
-    """Returns by how much the first run of each pair has more of a measure that both have."""
-    values = [(one.get(measure), other.get(measure)) for one, other in pairs]
-    return [a - b for a, b in values if a is not None and b is not None]
+def list_gaps(one: pd.DataFrame, other: pd.DataFrame, measure: str) -> np.ndarray:
+    """Returns by how much each run of a set has more of a measure than the run of another set that
+    has the same seed and data [n], where both have it.
+    """
+    sides = [
+        own.dropna(subset=["pair", measure]).drop_duplicates("pair", keep="last").set_index("pair")
+        for own in (one, other)
+    ]
+    both = pd.concat([own[measure] for own in sides], axis=1, join="inner")
+    return subtract(*both.to_numpy().T)
 
 
-def _subtract(one: dict[str, Any], other: dict[str, Any], measures: Sequence[str]) -> Difference:
-    shared = [pair for pair in pair_runs(one, other) if pair[0].get("seed") is not None]
-
-    def minus(name: str) -> Estimate:
-        gaps = list_gaps(shared, name)
-        owner = find_owner(name)
-        tests = compute_tests(gaps, higher=owner is None or owner.higher)
-        return bootstrap_mean(gaps)._replace(tests=tests)
-
-    return Difference(one["label"], other["label"], len(shared), {m: minus(m) for m in measures})
+def list_differences(runs: pd.DataFrame, measures: Sequence[str] = PAIRED) -> pd.DataFrame:
+    """Returns a row per pair of sets of runs (see `list_pairs`) and measure that they share seeds
+    of: the mean difference, its interval and the exact tests.
+    """
+    found = []
+    for one, other in list_pairs(runs):
+        for measure in measures:
+            gaps, owner = list_gaps(one, other, measure), find_owner(measure)
+            if not gaps.size:
+                continue
+            mean = bootstrap_mean(gaps)
+            row = {"set": one["label"].iloc[0], "minus": other["label"].iloc[0], "measure": measure}
+            row |= {"seeds": mean.values, "mean": mean.mean, "low": mean.low, "high": mean.high}
+            tests = compute_tests(gaps, higher=owner is None or owner.higher)
+            found.append(row | tests._asdict())
+    names = ["set", "minus", "measure", "seeds", "mean", "low", "high", *PairedTests._fields]
+    return pd.DataFrame(found, columns=names)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_cfl.analysis.compare_inputs import read_run
+from fedjax_cfl.analysis.runs import read_run
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import INDEX_FILE, read_json
 from fedjax_cfl.scores import ACCURACY, Score, score_of

@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.analysis import compare, plot
+from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.build import (
     build,
     build_algorithm,
@@ -180,6 +180,8 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shr
         write_index(run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
     if not status and config["curves"]:
+        from fedjax_cfl.analysis import compare  # a run alone needs no pandas
+
         # every run has been written: what compares them can be asked for again
         attempt(
             "the runs are not compared",

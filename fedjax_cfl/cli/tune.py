@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.analysis.compare_outputs import print_table
+from fedjax_cfl.analysis.tables import print_table
 from fedjax_cfl.analysis.trials import (
     CHOSEN_FILE,
     LAST_RUNS,

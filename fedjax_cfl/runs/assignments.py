@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -20,7 +20,9 @@ import pyarrow.parquet
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns
 from fedjax_cfl.runs.results import atomic_write
-from fedjax_cfl.simulation.driver import Grouping
+
+if TYPE_CHECKING:  # JAX is not needed to read them
+    from fedjax_cfl.simulation.driver import Grouping
 
 ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
 SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
@@ -43,7 +45,7 @@ class Assignments(NamedTuple):
 class AssignmentLog(NamedTuple):
     """What writes the groups of one run."""
 
-    append: Callable[[int, Grouping], None]  # (round, grouping): at once
+    append: "Callable[[int, Grouping], None]"  # (round, grouping): at once
     # () -> [number of records, their SHA-256]; flushes them to the disk first
     fingerprint: Callable[[], list[Any]]
 
@@ -86,7 +88,7 @@ def open_assignments(run_dir: Path, clients: np.ndarray) -> Iterator[AssignmentL
                 warn_lost(run_dir, f"the groups of {lost} evaluations are lost")
             digest, written = hashlib.sha256(kept), len(kept) // size
 
-        def append(round: int, grouping: Grouping) -> None:
+        def append(round: int, grouping: "Grouping") -> None:
             nonlocal written
             repair()
             both = [np.asarray(column)[clients] for column in grouping[:2]]

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -20,9 +20,11 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
-from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.scores import ERRORS, SCORES, find_score
-from fedjax_cfl.types import Algorithm
+
+if TYPE_CHECKING:  # JAX is not needed to compare what has run
+    from fedjax_cfl.runs.settings import RunSettings
+    from fedjax_cfl.types import Algorithm
 
 Item = TypeVar("Item")
 # of scores, as curves and glossary call them
@@ -194,7 +196,7 @@ def format_progress(row: dict[str, Any]) -> str:
 
 
 def print_summary(
-    settings: RunSettings, run_dir: Path, algorithm: Algorithm, summary: dict, console: Console
+    settings: "RunSettings", run_dir: Path, algorithm: "Algorithm", summary: dict, console: Console
 ) -> None:
     """Prints the final table of a run, and notes about what it may hide.
 

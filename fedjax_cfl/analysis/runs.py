@@ -1,25 +1,34 @@
-"""What a comparison reads: finished runs, checked, for their files may have been edited
-or be of something else.
+"""Finished runs as data frames, read from their directories: a row per test, group or client of
+`load_runs`, a row per run of `read_runs`. Their files are checked, for they may have been edited or
+be of something else.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import pandas as pd
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.results import (
+    LIST_FIELDS,
     METRICS_FILE,
     SUMMARY_FILE,
     check_numbers,
     read_metrics,
+    read_settings,
     read_summary,
     rounds_to,
     summarize_rows,
 )
 from fedjax_cfl.runs.scoring import scored_rounds
+from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import SCORES
+from fedjax_cfl.validation import flatten_settings
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
@@ -31,20 +40,63 @@ NUMBERS = (
         for part in ("best", "final", "last10_evals", "macro", "worst10")
     ),
     *(name for score in SCORES[1:] for name in score.measured),
-    "ari",
-    "rounds_to_target",
-    "units",
-    "wall_s",
-    "accuracy",
-    "discrepancy",
-    "units_down",
-    "units_up",
-    "bytes_down",
-    "bytes_up",
-    "local_steps",
-    "sim_time_s",
-)
+    "ari", "rounds_to_target", "units", "wall_s", "accuracy", "discrepancy", "units_down",
+    "units_up", "bytes_down", "bytes_up", "local_steps", "sim_time_s",
+)  # fmt: skip
 MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
+SETTINGS_FILE = Path(".hydra", "config.yaml")
+MADE_OF = "made_of."  # begins the names of the values that parts of a run from Python are made of
+ARRAY = re.compile(r"\w+\[[\d, ]*\] [0-9a-f]{16}")  # among them: of a seed's data, not a setting
+
+
+def load_runs(
+    folders: str | Path | Iterable[str | Path], per: Literal["test", "group", "client"] = "test"
+) -> pd.DataFrame:
+    """Returns the finished runs at or below `folders` as one pandas.DataFrame.
+
+    `per="test"`: a row per run and test, with the fields of metrics.jsonl (see the glossary);
+    "group": a row per run, test and group, `group`, with the values of that group; "client": a row
+    per run and client at the end, with the columns of clients.parquet. Columns before them are
+    `run`, the directory, and all settings by their names in conf/, as `local.lr`; `algorithm`,
+    `dataset`, `partition`, `model` and `preset` are the names of the chosen options.
+    Raises InputError where there is no such run, and for files that no run wrote.
+    """
+    if per not in ("test", "group", "client"):
+        raise InputError(f"per={per!r}: must be 'test', 'group' or 'client'")
+    folders = [folders] if isinstance(folders, str | Path) else list(folders)
+    parts = []
+    for run_dir in find_runs(folders):
+        run = read_run(run_dir, None)
+        named = {name: run.get(name) for name in (*IDENTITY, "seed")}
+        known = {"run": str(run_dir), **list_settings(run_dir), **run["overrides"], **named}
+        if per == "client":
+            found = read_tables(run_dir, run, run["rows"]).clients or {}
+            table = pd.DataFrame({name: list(values) for name, values in found.items()})
+        else:
+            table = pd.DataFrame(run["rows"] if per == "test" else list_groups(run["rows"]))
+        before = {  # lists, too, are one value
+            name: [escape_text(value) if isinstance(value, str) else value] * len(table)
+            for name, value in known.items()
+            if name not in table
+        }
+        parts.append(pd.concat([pd.DataFrame(before), table], axis=1))
+    return pd.concat(parts, ignore_index=True)
+
+
+def list_groups(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each group of each row: `group`, and its values of lists over groups."""
+    names = [name for name in LIST_FIELDS if name.startswith("group_")]
+    for row in rows:
+        lists = {name: row[name] for name in names if row.get(name) is not None}
+        rest = {name: value for name, value in row.items() if name not in LIST_FIELDS}
+        for group in range(max(map(len, lists.values()), default=0)):
+            yield rest | {"group": group} | {name: own[group] for name, own in lists.items()}
+
+
+def list_settings(run_dir: Path) -> dict[str, Any]:
+    """Returns the settings of a run by their dotted names, {} where it has no file of them."""
+    there = (run_dir / SETTINGS_FILE).is_file()
+    return dict(flatten_settings(read_settings(run_dir))) if there else {}
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
@@ -63,7 +115,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
         finished |= {file.parent.resolve() for file in path.rglob(SUMMARY_FILE)}
         folders = [file.parent for file in path.rglob(METRICS_FILE)]
         # a run that was killed while it was compiled has nothing but its settings
-        folders += [file.parent.parent for file in path.rglob(".hydra/config.yaml")]
+        folders += [file.parent.parent for file in path.rglob(str(SETTINGS_FILE))]
         begun |= {folder.resolve(): str(folder) for folder in folders}
     print_unfinished({run_dir: name for run_dir, name in begun.items() if run_dir not in finished})
     if not finished:
@@ -88,13 +140,24 @@ def print_unfinished(found: Mapping[Path, str]) -> None:
             print(escape_text(said), flush=True)
 
 
+def read_runs(paths: Iterable[str | Path], target: float | None = None) -> pd.DataFrame:
+    """Returns a row per finished run at or below `paths`: what `read_run` returns."""
+    folders = follow(find_runs(list(paths)), "reading runs")
+    return pd.DataFrame([read_run(run_dir, target) for run_dir in folders], dtype=object)
+
+
 def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
-    """Returns a run's rows, numbers, names and what the command line changed.
+    """Returns a run's rows, numbers, names and what the command line or its caller changed.
 
     `rounds_to_target` is the first round that reaches the `target`, an accuracy or an RMSE, None
     if none does. Raises InputError for files that no run wrote.
     """
-    summary, rows = _read(run_dir)
+    summary_file, metrics_file = run_dir / SUMMARY_FILE, run_dir / METRICS_FILE
+    summary = read_summary(_check_file(summary_file).parent) or {}
+    rows = read_metrics(_check_file(metrics_file).parent)
+    named = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
+    _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in named])
+    check_numbers(str(summary_file), summary, NUMBERS)
     overrides = _read_overrides(run_dir, summary)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
     last = rows[-1] if rows else {}
@@ -111,7 +174,8 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
             name: value
             for name, value in parse_overrides(overrides).items()
             if name not in IDENTITY and name != "seed" and not is_execution(name)
-        },
+        }
+        | _list_parts(run_dir),
         "rounds_to_target": None if target is None else rounds_to(rows, target),
         "units": sum(sent) if sent else None,
         "sim_time_s": last.get("sim_time_s") or None,  # 0: no clock
@@ -119,29 +183,34 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     }
 
 
-def _read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns the summary and the rows of a run, checked."""
-    summary_file, metrics_file = run_dir / SUMMARY_FILE, run_dir / METRICS_FILE
-    summary = read_summary(_check_file(summary_file).parent) or {}
-    rows = read_metrics(_check_file(metrics_file).parent)
-    names = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
-    _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in names])
-    _check_texts(summary_file, summary.get("overrides") or [], shown=False)
-    check_numbers(str(summary_file), summary, NUMBERS)
-    return summary, rows
+def _list_parts(run_dir: Path) -> dict[str, str]:
+    """Returns what tells a run from Python from others of the same names: the values that its
+    parts were made of, as made_of.algorithm.round.m; {} of a run from the command line.
+    """
+    file = run_dir / SETTINGS_FILE
+    if not file.is_file() or b"\nmade_of:" not in _check_file(file).read_bytes():
+        return {}
+    parts = read_settings(run_dir)["made_of"]
+    if not isinstance(parts, dict):
+        raise InputError(f"{file}: made_of is no list of parts, expected what a run writes")
+    return {
+        str(name): str(value)
+        for name, value in parts.items()
+        if not (isinstance(value, str) and ARRAY.search(value))
+    }
 
 
 def _read_overrides(run_dir: Path, summary: dict[str, Any]) -> list[str]:
     """Returns the overrides of the command line, from the summary or from Hydra's own file."""
-    lines = summary.get("overrides")
-    file = run_dir / ".hydra" / "overrides.yaml"
-    if lines is None and file.is_file():
+    lines, file = summary.get("overrides"), run_dir / SUMMARY_FILE
+    hydra = run_dir / ".hydra" / "overrides.yaml"
+    if lines is None and hydra.is_file():
         # a flat YAML list of strings, so that no YAML parser is needed
-        text = _check_file(file).read_text(encoding="utf-8", errors="replace")
+        text, file = _check_file(hydra).read_text(encoding="utf-8", errors="replace"), hydra
         lines = [
             line[2:].strip().strip("'\"") for line in text.splitlines() if line.startswith("- ")
         ]
-        _check_texts(file, lines, shown=False)
+    _check_texts(file, lines or [], shown=False)
     return lines or []
 
 

@@ -1,0 +1,233 @@
+"""Sets of runs that differ in nothing but the seed, as a frame with a row per run: `label` names
+the set of a run, `method` is the label without the data, and every one of `MEASURES` is a number.
+
+A run beside the baseline's run of the same seed (Fielding, https://arxiv.org/abs/2411.01580,
+section 3) has two more: how much more accurate it is in the end, and how much sooner it is as
+accurate. Accuracies are then means over clients. The target is the baseline's accuracy in the end;
+it is reached once every later test reaches it, too. Tests before all clients had a model are left
+out: those that a clustered method has assigned first may be the easy ones.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from fedjax_cfl.analysis.runs import DATA, IDENTITY, MADE_OF, read_runs
+from fedjax_cfl.analysis.tables import MEASURES
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
+from fedjax_cfl.runs.scoring import best_over, shared_rounds
+from fedjax_cfl.scores import SCORES, Score, find_owner, score_of
+
+RELATIVE = (*(score.gain for score in SCORES), "speedup")  # measures that need a baseline
+Rows = list[dict[str, Any]]  # of metrics.jsonl
+
+
+def read_sets(
+    paths: Iterable[Any], target: float | None = None, baseline: str | None = None
+) -> pd.DataFrame:
+    """Returns the finished runs at or below `paths`, each with the label of its set, ordered by
+    sets. Raises InputError for a `baseline` that names no set.
+    """
+    runs = label_runs(add_shared_best(read_runs(paths, target)))
+    return runs if baseline is None else add_baseline(runs, baseline)
+
+
+def add_shared_best(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs with their best score over the tests that count for all runs
+    on the same data set, partition and model, and the number of these tests.
+    """
+    texts = runs.reindex(columns=[*DATA]).map(_name)
+    windows = {
+        data: shared_rounds(runs["rows"].loc[same.index]) for data, same in texts.groupby([*DATA])
+    }
+    found = []
+    for run, data in zip(runs.to_dict("records"), texts.itertuples(index=False), strict=True):
+        name, window = score_of(run["rows"]).name, windows[tuple(data)]
+        # a round that was chosen on validation samples is nobody's best test
+        chosen = pd.notna(run.get("chosen_round"))
+        best = run[f"best_{name}"] if chosen else best_over(run["rows"], window)
+        found.append({f"shared_best_{name}": best, "shared_evaluations": len(window)})
+    return pd.concat([runs, pd.DataFrame(found, index=runs.index)], axis=1)
+
+
+def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns the runs ordered by sets, with the names of their sets, `overrides` as the text of
+    what varies within the same names, and `pair`, what two runs share that are compared seed by
+    seed: the seed and the data.
+    """
+    runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
+    runs[[*IDENTITY]] = runs[[*IDENTITY]].map(_name)
+    runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
+    runs["pair"] = [
+        f"{seed} {data}" if pd.notna(seed) else None
+        for seed, data in zip(runs["seed"], runs["data_id"], strict=True)
+    ]
+    varying = [n for n in IDENTITY if n == IDENTITY[0] or runs[n].nunique() > 1]
+    short = shorten_names({name for given in runs["overrides"] for name in given})
+    labels: dict[int, dict[str, str]] = {}
+    for _, same in runs.groupby([*IDENTITY]):
+        swept = list_swept(same["overrides"])
+        for place, run in zip(same.index, same.to_dict("records"), strict=True):
+            given = {name: run["overrides"][name] for name in swept if name in run["overrides"]}
+            extra = escape_text(" ".join(f"{name}={value}" for name, value in given.items()))
+            said = [f"{short[name]}={shorten_value(value)}" for name, value in given.items()]
+            label = " ".join([*(run[name] for name in varying), *said])
+            method = " ".join([*(run[name] for name in varying if name not in DATA), *said])
+            labels[place] = {"overrides": extra, "label": label, "method": method}
+    named = pd.DataFrame([labels[place] for place in runs.index], runs.index)
+    runs = runs.assign(**{str(name): named[name] for name in named})
+    return runs.sort_values([*IDENTITY, "overrides"], kind="stable", ignore_index=True)
+
+
+def _name(value: Any) -> str:
+    return str(value) if pd.notna(value) else ""
+
+
+def list_swept(overrides: Iterable[dict[str, str]]) -> list[str]:
+    """Returns the settings that are not the same for all of these runs. What parts are made of
+    counts between runs that say it: those from Python.
+    """
+    overrides = list(overrides)
+    own = [given for given in overrides if any(name.startswith(MADE_OF) for name in given)]
+
+    def varies(name: str) -> bool:
+        among = own if name.startswith(MADE_OF) else overrides
+        return len({given.get(name) for given in among}) > 1
+
+    return sorted(filter(varies, {name for given in overrides for name in given}))
+
+
+def shorten_value(value: str) -> str:
+    """Returns a value as labels have it: of a long one its first signs, and a number of its own."""
+    number = zlib.crc32(value.encode(errors="surrogatepass"))
+    return escape_text(value if len(value) <= 200 else f"{value[:100]}... ({number:08x})")
+
+
+def shorten_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the last part of each setting's name, m of algorithm.m, where only one has it and it
+    does not name another setting alone.
+    """
+    last = {name: name.rpartition(".")[2] for name in names}
+    counts = Counter([*last.values(), *IDENTITY, "seed"])
+    return {name: part if counts[part] == 1 else name for name, part in last.items()}
+
+
+def split_sets(runs: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Returns (label, its runs) of each set, in order."""
+    return [(str(label), own) for label, own in runs.groupby("label", sort=False)]
+
+
+def split_data(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Returns the runs by the data set, partition and model that they share, named by those of the
+    three that differ, and apart by what they are scored by.
+    """
+    scored = pd.Series([score_of(rows).words for rows in runs["rows"]], runs.index)
+    names = [name for name in DATA if runs[name].nunique() > 1]
+    texts = [runs[name] for name in names] + [scored] * (scored.nunique() > 1)
+    if not texts:
+        return {"": runs}
+    groups = runs.groupby(texts, sort=False)
+    return {", ".join(map(str, name)): own for name, own in groups}
+
+
+def score_of_set(runs: pd.DataFrame) -> Score:
+    """Returns what the runs of a set are scored by."""
+    return score_of(runs["rows"].iloc[0])
+
+
+def keep_known(names: Iterable[str], runs: pd.DataFrame) -> list[str]:
+    """Returns the measures without those of a score that none of the runs has, as RMSE."""
+    known = [score_of(rows) for rows in runs["rows"]]
+    return [name for name in names if find_owner(name) in (None, *known)]
+
+
+def average(own: pd.DataFrame, measure: str) -> tuple[float, float, int]:
+    """Returns of a set of runs the mean of those that have the measure, the sample sd, NaN for one
+    run, and how many have it.
+    """
+    values = own[measure].dropna()
+    return float(values.mean()), float(values.std(ddof=1)), len(values)
+
+
+def list_measures(runs: pd.DataFrame) -> pd.DataFrame:
+    """Returns a row per set of runs: what it is of, and of every measure that some set may have
+    the mean, sd and number of values.
+    """
+    rows, measures = [], keep_known(MEASURES, runs)
+    for label, own in split_sets(runs):
+        first = own.iloc[0]
+        row = {"label": label, **{name: first[name] for name in (*IDENTITY, "overrides")}}
+        row |= {"runs": len(own), "seeds": " ".join(map(str, own["seed"]))}
+        for name in measures:
+            parts = zip(("mean", "sd", "n"), average(own, name), strict=True)
+            row |= {f"{name}_{part}": value for part, value in parts}
+        rows.append(row)
+    return pd.DataFrame(rows)
+
+
+# beside a baseline
+
+
+def time_to_keep(rows: Rows, target: float) -> float | None:
+    """Returns the simulated seconds, without a clock the rounds, after which every test is of
+    all clients and has an accuracy of at least `target`, or an RMSE of at most that; None if the
+    last one has not.
+    """
+    reached, everybody, score = None, most_clients(rows), score_of(rows)
+    for row in reversed(rows):
+        whole, value = settled_clients(row) == everybody, row.get(f"macro_{score.name}")
+        if not whole or value is None or score.is_better(target, value):
+            break
+        reached = row.get("sim_time_s") or row["round"]
+    return reached
+
+
+def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
+    """Returns the measures `RELATIVE` of a run: by how much its score is better, a difference of
+    fractions or of RMSE, and the baseline's time to its own final score divided by the run's.
+
+    The speed-up is None if the run does not reach it.
+    """
+    score = score_of(rows)
+    gain = score.gain
+    if rows is baseline:
+        return {gain: 0.0, "speedup": 1.0}
+    own, target = tail_macro_score(rows), tail_macro_score(baseline)
+    if own is None or target is None or score_of(baseline) is not score:
+        return {gain: None, "speedup": None}
+    ours, theirs = time_to_keep(rows, target), time_to_keep(baseline, target)
+    # the baseline's last tests may be below their own mean: then its time is the whole run
+    theirs = theirs or baseline[-1].get("sim_time_s") or baseline[-1]["round"]
+    better = own - target if score.higher else target - own
+    return {gain: better, "speedup": theirs / ours if ours else None}
+
+
+def add_baseline(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Returns the runs with the measures `RELATIVE` beside the run of their seed, on the same data,
+    in the set called `name`, by its label or algorithm; `paired` says whether there is one.
+
+    Raises InputError unless there is one such set, with one run for each seed and data.
+    """
+    base = runs[(runs["label"] == name) | (runs["algorithm"] == name)]
+    if base["label"].nunique() != 1:
+        labels = ", ".join(runs["label"].unique())
+        raise InputError(f"--baseline {name}: must name one of the sets of runs: {labels}")
+    base = base[base["rows"].map(bool)]
+    if base["pair"].duplicated().any():
+        seeds = " ".join(map(str, base["seed"]))
+        raise InputError(
+            f"--baseline {name}: holds a seed more than once (seeds {seeds}); name its folders, one"
+            " for each seed"
+        )
+    theirs = dict(zip(base["pair"], base["rows"], strict=True))
+    beside = [
+        compare_to_baseline(rows, theirs[pair]) if pair in theirs else {}
+        for rows, pair in zip(runs["rows"], runs["pair"], strict=True)
+    ]
+    found = pd.DataFrame(beside, runs.index).reindex(columns=[*RELATIVE]).astype(float)
+    return runs.assign(**{n: found[n] for n in RELATIVE}, paired=[bool(one) for one in beside])
