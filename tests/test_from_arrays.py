@@ -60,7 +60,9 @@ TABLE = pa.table(dict(zip("abc", X.T, strict=True)))
 
 @pytest.mark.parametrize("x", [X.tolist(), jnp.asarray(X), Array(X), TABLE, Frame(TABLE), X.T.T])
 def test_features_of_any_kind(x):
-    same(from_arrays(x, Y), from_arrays(X, Y))
+    pool = from_arrays(x, Y)
+    assert pool.columns == (("a", "b", "c") if x is TABLE else None)
+    same(pool._replace(columns=None), from_arrays(X, Y))
 
 
 @pytest.mark.parametrize(

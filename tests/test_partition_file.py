@@ -96,7 +96,7 @@ def test_no_file(tmp_path):
     one_line("file cannot be read", cfl.partition.from_file, POOL, path="absent.json")
     one_line("file cannot be read", cfl.partition.from_file, POOL, path="absent.npz")
     (tmp_path / "partition.pkl").write_bytes(b"\x80\x04anything")
-    said = "is a pickle and is not opened, expected partition.npz with sample, client, split"
+    said = "is a pickle and is not opened, expected an .npz"
     one_line(said, cfl.partition.from_file, POOL, path=str(tmp_path / "partition.pkl"))
 
 

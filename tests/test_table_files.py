@@ -55,7 +55,7 @@ def assert_as_plain(pool, rows, decimal="."):
     """Asserts that a pool holds what the rows say."""
     column = dict(zip(NAMES, zip(*rows, strict=True), strict=True))
     x = [[float(v.replace(decimal, ".")) for v in column[name]] for name in ("temp", "hum")]
-    np.testing.assert_array_equal(pool.x, np.array(x, np.float32).T)
+    np.testing.assert_array_equal(np.float32(pool.x), np.array(x, np.float32).T)
     assert pool.class_names == ("off", "on", "über") and pool.num_classes == 3
     assert [pool.class_names[y] for y in pool.y] == list(column["state"])
     assert pool.client_names == (9, 10, 100)  # digits sort as numbers

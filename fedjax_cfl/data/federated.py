@@ -152,10 +152,8 @@ def federate(
         turns=None if turns is None else jnp.asarray(turns, jnp.int32),
         time=None if time is None else jnp.asarray(time, jnp.int32),
         client_names=known_names(holdings),
-        class_names=pool.class_names,
         exact=keep_exact(x),
-        columns=None if pool.columns is None else SourceNames(pool.columns),
-        pixels=pool.x.dtype == np.uint8,
+        **describe_source(pool),
     )
 
 
@@ -235,6 +233,15 @@ def known_names(holdings: Partition) -> SourceNames | None:
     return None if holdings.client_names is None else SourceNames(holdings.client_names)
 
 
+def describe_source(pool: Pool) -> dict[str, Any]:
+    """Returns what a run keeps of the source of its samples, to predict others of it."""
+    return {
+        "class_names": pool.class_names,
+        "columns": None if pool.columns is None else SourceNames(pool.columns),
+        "pixels": pool.x.dtype == np.uint8,
+    }
+
+
 def check_writable(what: str, names: Iterable[object] | None) -> None:
     """Raises InputError for a name that no file of a run can hold: before the training."""
     for name in map(str, names or ()):
@@ -270,9 +277,7 @@ def federate_on_host(
         num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
         client_names=known_names(holdings),
-        class_names=pool.class_names,
-        columns=None if pool.columns is None else SourceNames(pool.columns),
-        pixels=pool.x.dtype == np.uint8,
+        **describe_source(pool),
     )
 
 

@@ -5,24 +5,24 @@ column has one type in the whole of a file, names that are there twice are refus
 text.
 """
 
-import contextlib
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from fedjax_cfl.data.datasets.pool import sort_names
-from fedjax_cfl.data.datasets.readers import line_of, shorten
+from fedjax_cfl.data.datasets.readers import report_damage, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 
 if TYPE_CHECKING:
     import pandas as pd  # takes a while, and few runs have a table
 
+OTHERS = "; what pandas reads otherwise can be given to cfl.from_frame"
 PACKED = r"(\.(gz|bz2|zip|xz|zst))?$"  # what pandas unpacks
 
 
@@ -61,11 +61,11 @@ def read_csv(
                 low_memory=False, **cells,
             )  # fmt: skip
 
-    hint = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
+    expected = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
     files = list_files(path, "csv")
     frames = []
     for file in files:
-        with report(file, hint):
+        with report_damage(file, f"{expected}{OTHERS}"):
             frames.append(read(file))
     return join_files(str(path), files, frames)
 
@@ -77,7 +77,7 @@ def read_jsonl(path: str | Path) -> Table:
     files = list_files(path, "jsonl|json|ndjson")
     frames = []
     for file in files:
-        with report(file, "a JSON object in each line, with the same names"):
+        with report_damage(file, f"a JSON object in each line, with the same names{OTHERS}"):
             frame = pd.read_json(
                 file, lines=True, dtype=False, convert_axes=False, precise_float=True
             )
@@ -91,7 +91,9 @@ def read_parquet(path: str | Path) -> Table:
 
     files = list_files(path, "parquet")
     options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
-    with report(str(path) if files[1:] else files[0], "complete Parquet files, alike in columns"):
+    with report_damage(
+        str(path) if files[1:] else files[0], f"complete Parquet files, alike in columns{OTHERS}"
+    ):
         found = dataset.dataset(
             files[0] if not files[1:] and "://" in files[0] else files,
             format=dataset.ParquetFileFormat(default_fragment_scan_options=options),
@@ -135,20 +137,6 @@ def list_files(path: str | Path, endings: str) -> list[str]:
         both = " and ".join(sorted(each for each in stems if stems[each] == twice))
         raise InputError(f"{path}: {both} have one name, expected one of them")
     return [os.path.join(path, each) for each in sorted(stems, key=lambda each: order[stems[each]])]
-
-
-@contextlib.contextmanager
-def report(file: str, expected: str) -> Iterator[None]:
-    """Turns whatever pandas raises for a file into an InputError that names it."""
-    try:
-        yield
-    except InputError:
-        raise
-    except Exception as error:  # pandas, pyarrow and what unpacks raise many kinds
-        raise InputError(
-            f"{file}: file cannot be read ({line_of(error)}), expected {expected}; what pandas"
-            " reads otherwise can be given to cfl.from_frame"
-        ) from None
 
 
 def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:

@@ -74,7 +74,8 @@ def huggingface(
             f"{path}: the package datasets is not installed, expected it for Hugging Face's data:"
             " pip install 'fedjax-cfl[huggingface]'"
         ) from None
-    from fedjax_cfl.data.datasets.frame import Columns, Reading, make_pool, to_table
+    from fedjax_cfl.data.datasets.frame import Columns, make_pool, to_table
+    from fedjax_cfl.data.datasets.frame_cells import Reading
 
     parts = load_parts(hf, path, config)
     there = [name for name in parts if name is not None]

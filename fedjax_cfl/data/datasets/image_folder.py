@@ -167,7 +167,8 @@ def read_metadata(
     of labels; `client` that of owners, None: one of `USERS`, if there is one.
     """
     from fedjax_cfl.data import tables  # with pandas, which few need
-    from fedjax_cfl.data.datasets.frame import Columns, Reading, make_pool
+    from fedjax_cfl.data.datasets.frame import Columns, make_pool
+    from fedjax_cfl.data.datasets.frame_cells import Reading
 
     kind = files[0].suffix
     frames = []
