@@ -282,9 +282,10 @@ def test_what_is_refused_is_named(name, tmp_path):
 
 
 def test_no_folder(tmp_path):
-    written(tmp_path, {"a.png": A, "b.pkl": b""})
+    written(tmp_path, {"a.png": A, "b.pkl": b"", "c.zip": b"PK\3\4"})
     one_line("a.png: is a file, expected a folder of images", image_folder, tmp_path / "a.png")
     one_line("b.pkl: is a pickle", image_folder, tmp_path / "b.pkl")
+    one_line("c.zip: is a zip archive, or a file", image_folder, tmp_path / "c.zip")
     for name in ("absent", "z" * 300, "a\0b"):
         assert "cannot be read" in refusal(image_folder, f"{tmp_path}/{name}")
 

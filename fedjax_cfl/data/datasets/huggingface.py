@@ -3,11 +3,11 @@
 import importlib
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
-from fedjax_cfl.data.datasets.pool import choose_splits
 from fedjax_cfl.data.datasets.readers import list_names, report_damage
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
@@ -78,9 +78,7 @@ def huggingface(
     from fedjax_cfl.data.datasets.frame_cells import Reading
 
     parts = load_parts(hf, path, config)
-    there = [name for name in parts if name is not None]
-    alone = not there and splits is None
-    chosen = [None] if alone else list(choose_splits(path, there, splits))
+    chosen = choose_splits(path, parts, splits)
     with report_damage(path, "splits with the same columns", "data set"):
         held = hf.concatenate_datasets([parts[name] for name in chosen])
     if len(chosen) > 1:
@@ -139,6 +137,23 @@ def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None
             for split, rows in part.items():
                 joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
         return {split: hf.concatenate_datasets(rows) for split, rows in joined.items()}
+
+
+def choose_splits(
+    path: str | Path, parts: Mapping[str | None, Any], splits: Sequence[str] | None
+) -> list[str | None]:
+    """Returns the splits to read: those that are named, None: the only one, or train and test."""
+    chosen: list[str | None] = list(splits or [])
+    if splits is None and (len(parts) == 1 or set(parts) == {"train", "test"}):
+        chosen = list(parts) if len(parts) == 1 else ["train", "test"]
+    if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(parts):
+        given = "" if splits is None else f", and dataset.source.splits={list(splits)}"
+        raise InputError(
+            f"{path}: splits are {list_names(list(filter(None, parts))) or 'none'}{given}, expected"
+            " dataset.source.splits=[...] of one or more of them, each once; of several the last"
+            " one is for testing"
+        )
+    return chosen
 
 
 def load_part(hf: Any, path: str, config: str | None) -> dict[str | None, Any]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.readers import list_names
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
@@ -163,28 +162,6 @@ def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.nda
             f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples"
         )
     return split == 1
-
-
-def choose_splits(
-    path: str | Path,
-    there: Sequence[str],
-    splits: Sequence[str] | None,
-    pairs: Iterable[Sequence[str]] = (("train", "test"),),
-) -> Sequence[str]:
-    """Returns the splits to read of those that are `there`: `splits`, None: the only one, or one of
-    the `pairs` for training and testing. Raises InputError for others.
-    """
-    given = "" if splits is None else f", and dataset.source.splits={list(splits)}"
-    if splits is None:
-        found = (pair for pair in pairs if set(pair) == set(there))
-        splits = there if len(there) == 1 else next(found, ())
-    if not splits or len(set(splits)) != len(splits) or not set(splits) <= set(there):
-        raise InputError(
-            f"{path}: splits are {list_names(there) or 'none'}{given}, expected"
-            " dataset.source.splits=[...] of one or more of them, each once; of several the last"
-            " one is for testing"
-        )
-    return splits
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
