@@ -268,9 +268,9 @@ def federate_on_host(
         for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
     )
     concept_of = known_groups(holdings, clients)
-    host: Any = {"y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
+    x = to_float32(pool.x)
+    host: Any = {"x": x, "y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
     return FederatedData(
-        x=to_float32(pool.x),
         **host,
         train=train,
         test=test,
