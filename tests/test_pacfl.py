@@ -10,6 +10,7 @@ import pytest
 from conftest import ledger, nightly, one_line, spent
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as link
+from scipy.linalg import subspace_angles
 from scipy.spatial.distance import squareform
 from sklearn.metrics import adjusted_rand_score
 from test_bounds import passes
@@ -39,9 +40,9 @@ def vectors_of(data, client, count):
 
 def angle_of(one, other, kind):
     one, other = np.hstack(one), np.hstack(other)
-    product = one.T @ other
-    cosine = np.abs(product).max() if kind == "vectors" else np.linalg.norm(product, 2)
-    return np.rad2deg(np.arccos(min(cosine, 1.0)))
+    if kind == "principal":
+        return np.rad2deg(subspace_angles(one, other).min())
+    return np.rad2deg(np.arccos(min(np.abs(one.T @ other).max(), 1.0)))
 
 
 def number_by_first(labels):
@@ -85,6 +86,24 @@ def test_angles_are_those_of_singular_vectors(spread, local, kind, count):
                 wanted = angle_of(mine, vectors_of(spread, j, count), kind)
                 assert abs(apart[i, j] - wanted) < 0.1, (i, j)
     assert (apart == apart.T).all() and (np.diag(apart) == 0).all()
+
+
+def test_principal_angles_are_those_of_the_spaces_that_all_classes_span():
+    """Vectors of several classes lean on each other, or are the same."""
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=(1, 12))
+    vectors = common + rng.normal(size=(5, 4, 12)) * [[[0.3]], [[1.0]], [[1.0]], [[3.0]], [[0.3]]]
+    vectors[:, 1] = vectors[:, 0]  # the space is smaller than its vectors are many
+    vectors -= 0.7 * np.eye(5)[:, :1, None] * vectors.mean(0)
+    bases = vectors / np.linalg.norm(vectors, axis=2, keepdims=True)
+    bases[2, 3] = 0  # a class that a client does not have
+    found = np.asarray(angles(jnp.asarray(bases, jnp.float32), "principal"))
+    for i in range(5):
+        for j in range(5):
+            one, other = (part[np.any(part != 0, 1)].T for part in (bases[i], bases[j]))
+            wanted = np.rad2deg(subspace_angles(one, other).min()) if i != j else 0
+            assert abs(found[i, j] - wanted) < 0.1, (i, j)
+    assert found.max() > 5
 
 
 def test_directions_of_more_samples_than_features_and_of_fewer_are_the_same():

@@ -132,6 +132,15 @@ def leading_directions(samples: jax.Array, count: int) -> jax.Array:
     return jnp.pad(kept, ((0, count - width), (0, 0)))
 
 
+def orthonormalize(vectors: jax.Array) -> jax.Array:
+    """Returns orthonormal vectors [p, F] that span what `vectors` [p, F] do, 0 beyond the rank."""
+    values, turned = eigh(jnp.matmul(vectors, vectors.T, precision=lax.Precision.HIGHEST))
+    rounding = len(vectors) * jnp.finfo(jnp.float32).eps * jnp.maximum(values[-1], 0)
+    kept = values > rounding
+    spanning = jnp.matmul(turned.T, vectors, precision=lax.Precision.HIGHEST)
+    return jnp.where(kept, lax.rsqrt(jnp.where(kept, values, 1.0)), 0.0)[:, None] * spanning
+
+
 def angles(bases: jax.Array, angle: Angle = "vectors") -> jax.Array:
     """Returns the angles [K, K] in degrees, 0 .. 90, between clients with unit vectors `bases` [K,
     p, F], see `pacfl`.
@@ -144,6 +153,8 @@ def angles(bases: jax.Array, angle: Angle = "vectors") -> jax.Array:
         products = jnp.einsum("pf,kqf->kpq", own, bases, precision=lax.Precision.HIGHEST)
         return jax.vmap(largest_cosine)(products)
 
+    if angle == "principal":  # vectors of one class are orthonormal, of several they are not
+        bases = lax.map(orthonormalize, bases)
     cosines = lax.map(to_all, bases)
     apart = jnp.rad2deg(jnp.arccos(jnp.clip((cosines + cosines.T) / 2, 0.0, 1.0)))
     return jnp.where(jnp.eye(len(bases), dtype=bool), 0.0, apart)
