@@ -68,13 +68,6 @@ def find_owner(measure: str) -> Score | None:
     return None
 
 
-def choose_score(num_classes: int, y: Any) -> Score:
-    """Returns the score of models of `num_classes` classes, of numbers y [N] or labels [N, T]."""
-    if num_classes:
-        return ACCURACY
-    return RMSE if y.ndim == 1 else MICRO_F1
-
-
 def find_score(fields: Mapping[str, Any]) -> Score:
     """Returns the score of a row, of a summary, or of anything else with such fields."""
     for score in (RMSE, MICRO_F1):

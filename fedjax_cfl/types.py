@@ -19,6 +19,8 @@ import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
 
+from fedjax_cfl.tasks import CLASSIFICATION, Targets
+
 Key = jax.Array
 Params = Any  # a pytree of float arrays
 
@@ -38,15 +40,6 @@ class FirstLayer(NamedTuple):
     penalty: Callable[[Params], ArrayLike]  # (params without the kernel) -> [], their L2
 
 
-class Targets(NamedTuple):
-    """What y are where they are no classes, see `models.regression` and `models.multilabel`."""
-
-    loss: Callable[[jax.Array, jax.Array], jax.Array]  # (outputs [B, T], y) -> [B]
-    # as the settings of a run name them: `_target_` and its arguments; (): the loss is your own
-    settings: tuple[tuple[str, Any], ...] = ()
-    labels: bool = False  # y [B, T] are labels, 0 or 1; False: y [B] are numbers, and T is 1
-
-
 class Task(NamedTuple):
     """A supervised problem: all that an algorithm knows of Flax.
 
@@ -55,8 +48,8 @@ class Task(NamedTuple):
     """
 
     init: Callable[[Key], Params]  # random initial parameters
-    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: cross-entropy, or that of
-    # `targets`, + L2; dropout only with a key
+    # (params, x [B, ...], y [B], key or None, owner [B] = None) -> [B]: that of `targets`, as
+    # cross-entropy, + L2; dropout only with a key
     loss: Callable[..., jax.Array]
     # (params, x [B, ...], owner [B] = None) -> [B, C] logits, [B, 1] numbers, or [B, T] logits of
     # labels; no dropout
@@ -66,7 +59,7 @@ class Task(NamedTuple):
     sample_loss: Callable[..., jax.Array] | None = None
     penalty: Callable[[Params], ArrayLike] | None = None
     first_layer: FirstLayer | None = None  # None: not dense, or not known to be
-    targets: Targets | None = None  # None: y are classes
+    targets: Targets = CLASSIFICATION  # what y are, see `tasks`
 
 
 class Pool(NamedTuple):

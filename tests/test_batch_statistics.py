@@ -20,7 +20,7 @@ from fedjax_cfl.algorithms.fedfomo import l1_norm
 from fedjax_cfl.algorithms.fesem.fesem import nearest_center
 from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import full_work
-from fedjax_cfl.client.objective import cross_entropy, erm, proximal, pull_back, training_loss
+from fedjax_cfl.client.objective import erm, proximal, pull_back, training_loss
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.distances import gram, manhattan
 from fedjax_cfl.clustering.features import edc, edc_randomized
@@ -35,6 +35,7 @@ from fedjax_cfl.models import (
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system.faults import guard_nonfinite
 from fedjax_cfl.system.select import full_participation
+from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import drop_statistics, squared_norms
 from fedjax_cfl.types import Cohort, Partition, Pool, ServedModels, Upload
 

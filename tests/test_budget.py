@@ -27,6 +27,7 @@ LINES = {
     "runs": 3949,
     "simulation": 3420,
     "system": 1828,
+    "tasks": 700,
 }
 ALL_LINES, IMPORT_LINES = 43_265, 2358
 ENTERED = {"ifca": 25, "flexcfl": 26}  # files of a traced round

@@ -30,6 +30,7 @@ from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.simulation.rows import discards_accuracy
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import count_to_int, make_report
+from fedjax_cfl.tasks import CLASSIFICATION
 from fedjax_cfl.types import Cohort, ServedModels, Upload
 
 KEY = jax.random.key(11)
@@ -109,7 +110,7 @@ def test_evaluation_counts_only_clients_with_a_model(toy, linear, models):
         totals = evaluate.Totals(counts, zero, zero, zero, jnp.float32(jnp.nan))
         found = evaluate.Evaluation(table, totals)
         tested = evaluate.Tested(index, found, toy.concept, toy.train.size)
-        return evaluate.finalize(tested, 3), table
+        return evaluate.finalize(CLASSIFICATION, tested, 3), table
 
     row, table = jax.jit(evaluated)(jnp.array(index))
     guess, loss = answers(linear, models, index, toy)
@@ -183,7 +184,8 @@ def test_parts_are_entered_whatever_their_order():
 
     def empty(clients):
         labels = jnp.zeros(9, jnp.int32)
-        return evaluate.empty(SimpleNamespace(num_clients=clients, num_classes=2, y=labels))
+        data = SimpleNamespace(num_clients=clients, num_classes=2, y=labels)
+        return evaluate.empty(CLASSIFICATION, data)
 
     def part(samples):
         found = empty(3)

@@ -8,10 +8,12 @@ from conftest import at_once
 from sklearn.metrics import adjusted_rand_score, f1_score
 
 from fedjax_cfl.simulation import metrics
+from fedjax_cfl.tasks import classification, sums
+from fedjax_cfl.tasks.targets import Predictions
 
 CLIENTS, CLASSES = 25, 5
-PER_CLIENT = jax.jit(metrics.client_metrics, static_argnums=(5, 6))
-SUMMARISE = jax.jit(metrics.summarize_clients)
+PER_CLIENT = jax.jit(classification.measure, static_argnums=(1, 2))
+SUMMARISE = jax.jit(classification.summarize)
 ARI = jax.jit(metrics.ari)
 
 
@@ -30,7 +32,7 @@ def samples():
 
 def summary(*measured):
     """Returns the metrics, computed by a program of JAX and by NumPy alike."""
-    program, plain = SUMMARISE(*measured), metrics.summarize_clients(*jax.device_get(measured))
+    program, plain = SUMMARISE(*measured), classification.summarize(*jax.device_get(measured))
     assert set(program) == set(plain)
     for name, value in plain.items():
         assert isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0
@@ -49,9 +51,8 @@ def rand_index(a, b, valid):
 
 def measure(samples):
     owner, y, prediction, loss = samples
-    return PER_CLIENT(
-        *map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES
-    )
+    seen = Predictions(*map(jnp.asarray, (prediction, loss, y, owner)))
+    return PER_CLIENT(seen, CLIENTS, CLASSES)
 
 
 def macro_f1(y, prediction):
@@ -98,7 +99,7 @@ def test_summary_counts_only_clients_with_samples(samples):
 @pytest.mark.parametrize("clients, worst", [(20, 0.025), (5, 0.75)])
 def test_worst_tenth_is_at_least_one_client(clients, worst):
     accuracy = (19 - jnp.arange(CLIENTS)) / 20
-    table = metrics.ClientMetrics(
+    table = classification.ClientMetrics(
         (jnp.arange(CLIENTS) < clients).astype(jnp.int32), accuracy, accuracy, accuracy
     )
     np.testing.assert_allclose(
@@ -114,9 +115,7 @@ def test_without_samples_there_is_no_number(samples):
 
 def test_hand_numbers_of_one_client():
     y, prediction = jnp.asarray([0, 0, 1, 2]), jnp.asarray([0, 1, 1, 3])
-    got, counts = PER_CLIENT(
-        y == prediction, jnp.ones(4), y, prediction, jnp.zeros(4, int), 1, CLASSES
-    )
+    got, counts = PER_CLIENT(Predictions(prediction, jnp.ones(4), y, jnp.zeros(4, int)), 1, CLASSES)
     # Class 0: 2/3, class 1: 2/3, classes 2 and 3: 0, class 4 is in neither.
     np.testing.assert_allclose(got.f1, [1 / 3], rtol=1e-6)
     np.testing.assert_allclose(got.accuracy, [0.5])
@@ -126,9 +125,8 @@ def test_hand_numbers_of_one_client():
 @pytest.mark.nightly
 def test_jit_equals_no_jit(samples):
     owner, y, prediction, loss = samples
-    plain = metrics.client_metrics(
-        *map(jnp.asarray, (y == prediction, loss, y, prediction, owner)), CLIENTS, CLASSES
-    )
+    seen = Predictions(*map(jnp.asarray, (prediction, loss, y, owner)))
+    plain = classification.measure(seen, CLIENTS, CLASSES)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), plain, measure(samples))
 
 
@@ -207,7 +205,7 @@ def test_a_client_may_have_more_samples_than_float32_counts():
     """2^24 ones are as many as a float32 adds up one by one."""
     many = 2**24 + 2**21
     owner, ones = jnp.zeros(many, jnp.int32), jnp.ones(many, bool)
-    table, _ = PER_CLIENT(ones, 0.5 * ones, owner, owner, owner, 2, 2)
+    table, _ = PER_CLIENT(Predictions(owner, 0.5 * ones, owner, owner), 2, 2)
     np.testing.assert_allclose([table.accuracy[0], table.loss[0]], [1, 0.5], rtol=1e-6)
 
 
@@ -216,14 +214,14 @@ def test_means_by_group_by_hand():
     values = np.array([1.0, 3.0, np.nan, 5.0, 7.0, 9.0], np.float32)
     weights, groups = np.array([1, 3, 0, 2, 1, 1]), np.array([0, 0, 0, 2, -1, 3])
     for xp in (np, jnp):
-        found = metrics.means_by_group(*map(xp.asarray, (values, weights, groups)), 3)
+        found = sums.means_by_group(*map(xp.asarray, (values, weights, groups)), 3)
         np.testing.assert_allclose(found, [2.5, np.nan, 5.0])
 
 
 def test_losses_of_many_samples_are_added_up_in_parts(monkeypatch):
     """In one float32, 64 losses of 1 would be lost beside one of 2^24."""
-    monkeypatch.setattr(metrics, "MAX_SUMMED", 16)
+    monkeypatch.setattr(sums, "MAX_SUMMED", 16)
     zero = jnp.zeros(65, jnp.int32)
     loss = jnp.ones(65).at[0].set(2.0**24)
-    table, _ = at_once(metrics.client_metrics, zero == 0, loss, zero, zero, zero, 1, 2)
+    table, _ = at_once(classification.measure, Predictions(zero, loss, zero, zero), 1, 2)
     np.testing.assert_allclose(table.loss[0] * 65, 2.0**24 + 64, rtol=0, atol=17)

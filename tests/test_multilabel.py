@@ -12,15 +12,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, nightly, one_line, others_nightly, stop_and_go_on
+from conftest import call, lasting_rows, nightly, one_line
 from sklearn.metrics import f1_score
 from test_regression import compare_heads, train_two
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.datasets import csv, from_arrays, npy, npz, parquet
-from fedjax_cfl.scores import LABEL_SCORES, MICRO_F1
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.scores import LABEL_SCORES, MICRO_F1
 from fedjax_cfl.types import ServedModels
 
 LINE = (
@@ -139,7 +139,7 @@ def test_scores_are_those_of_scikit_learn():
     totals = evaluate.Totals(np.zeros((2, 0), np.int32), zero, zero, zero, np.float32(0))
     found = evaluate.Evaluation(jax.device_get(table), totals)
     tested = evaluate.Tested(index, found, np.asarray(data.concept), np.ones(clients))
-    row = evaluate.finalize(tested, 2, 2)
+    row = evaluate.finalize(task.targets, tested, 2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of what scikit-learn does not define
         each = [twin(y[owner == k], guess[owner == k]) for k in range(clients) if k != 9]
@@ -159,7 +159,7 @@ def test_scores_are_those_of_scikit_learn():
     assert np.isnan(table.micro_f1[6]) and table.exact_match[6] == 1
     assert table.samples[9] == 0 and np.isnan(table.exact_match[9])
     broken = found._replace(totals=totals._replace(nonfinite_models=np.int32(1)))
-    row = evaluate.finalize(tested._replace(evaluation=broken), 2)
+    row = evaluate.finalize(task.targets, tested._replace(evaluation=broken), 2)
     assert np.isnan([row["micro_f1"], row["macro_label_f1"], row["worst10_exact_match"]]).all()
 
 
@@ -208,8 +208,10 @@ def test_predictions_are_labels(run):
     np.testing.assert_array_equal(chances > 0.5, guess == 1)
     assert 0 <= chances.min() and chances.max() <= 1
     assert run.find_model(x, y) == run.final.model_index[3] != run.find_model(x, 1 - y)
-    one_line("expected (10, 3) numbers, as the run had labels", run.find_model, x, y[:, :2])
-    one_line("y=2: 0 or 1 is allowed", run.find_model, x, 2 * y)
+    one_line(
+        "y are 2 labels a sample; models of this run have 3 outputs", run.find_model, x, y[:, :2]
+    )
+    one_line("expected 0 or 1 of each label", run.find_model, x, 2 * y)
 
 
 def test_predict_on_the_command_line(folder, fedjax_cfl):
@@ -261,12 +263,6 @@ def test_the_final_table_says_what_is_measured(fedjax_cfl):
     assert "micro-F1, worst 10 % of clients" in out and "micro-F1 per group" in out
     summary = cfl.load_run("run").summary
     assert summary["new_clients_micro_f1"] > 0.9 and summary["finetuned_micro_f1"] > 0.9
-
-
-@pytest.mark.nightly
-def test_a_run_goes_on_as_if_it_had_not_stopped(fedjax_cfl):
-    np.savez("own.npz", **planted())
-    stop_and_go_on(fedjax_cfl, LINE)
 
 
 @pytest.mark.nightly
@@ -372,7 +368,7 @@ def test_tasks_and_data_must_agree():
     numbers = cfl.as_task(cfl.models.MCLR(1), (4,), 0)
     refused(numbers, "y are 3 labels a sample; give as_task num_classes=0, targets=cfl.models.mul")
     refused(cfl.as_task(cfl.models.MCLR(3), (4,), 3), "targets=cfl.models.multilabel()")
-    refused(make_task(2), "a model with as many outputs, not 2")
+    refused(make_task(2), "give as_task num_classes=0 and a model of 3 outputs, not 2")
     arrays = planted(clients=2)
     arrays["y"] = arrays["y"][:, 0]
     refused(make_task(), "targets=cfl.models.regression()", federate(arrays))
@@ -385,38 +381,16 @@ def own(tmp_path, monkeypatch):
     np.savez("own.npz", **planted())
 
 
-REFUSED = {
-    "algorithm=flux": "algorithm=flux",
-    "algorithm=fedem": "algorithm=fedem",
-    "algorithm=pacfl": "algorithm=pacfl",
-    "algorithm=flexcfl drift=swap_all": "a drift under a method that detects shifts",
-    "partition=dirichlet": "partition=dirichlet",
-    "concept=permute_labels": "concept=permute_labels",
-    "drift=label_swap": "drift=label_swap",
-    "selection=nearest": "selection=nearest",
-    "faults.byzantine=0.2 faults.attack=label_flip": "faults.attack=label_flip",
-    "shared_samples.per_label=1": "shared_samples.per_label=1",
-}
-
-
-@pytest.mark.parametrize("settings", others_nightly(REFUSED, list(REFUSED)[::3]))
-def test_what_needs_classes_is_refused(settings, own):
-    line = (
-        LINE if "algorithm=" not in settings else LINE.replace("algorithm=ifca algorithm.m=2", "")
-    )
-    said = one_line(REFUSED[settings], assemble, [*line.split(), *settings.split()])
-    assert "needs a class of each sample, which y are not; " in said
-
-
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
         ("partition=shards dataset.clients=4", "samples have several labels"),
+        ("partition=dirichlet", "needs a class of each sample, which y are not"),
         ("dataset.source.num_classes=3", "task=multilabel has no classes"),
-        ("task=regression", "task=regression: y are labels [N, T]"),
+        ("task=regression", "y of dataset=npz are 3 labels a sample; use task=multilabel"),
         ("task=classification", "of several labels, 0 or 1, use task=multilabel"),
         ("task=classification dataset.source.num_classes=0", "use task=multilabel"),
-        ("dataset=digits", "task=multilabel: dataset=digits has classes"),
+        ("dataset=digits", "task=multilabel: needs 0 or 1 of each label [N, T], in a table"),
     ],
 )
 def test_settings_that_do_not_fit(settings, says, own):
@@ -429,7 +403,7 @@ def test_settings_that_do_not_fit(settings, says, own):
 def test_numbers_under_multilabel_are_refused(own):
     arrays = planted()
     np.savez("own.npz", **arrays | {"y": arrays["y"][:, 0]})
-    one_line("y is one number a sample, expected labels", assemble, LINE.split())
+    one_line("are numbers to regress; use task=regression", assemble, LINE.split())
 
 
 def test_every_score_is_shown():

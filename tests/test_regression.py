@@ -17,8 +17,8 @@ from fedjax_cfl.analysis.report import format_tests
 from fedjax_cfl.analysis.statistics import compute_tests
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.datasets import csv, from_arrays, leaf, npy, npz, parquet
-from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.types import ServedModels
 
 LINE = (
@@ -167,7 +167,7 @@ def test_scores_are_those_of_a_twin_in_float64(shift):
     totals = evaluate.Totals(np.zeros((2, 0), np.int32), np.float32(0), zero, zero, np.float32(0))
     found = evaluate.Evaluation(jax.device_get(table), totals)
     tested = evaluate.Tested(np.asarray(index), found, np.asarray(data.concept), np.ones(clients))
-    row = evaluate.finalize(tested, 2, 2)
+    row = evaluate.finalize(task.targets, tested, 2, 2)
     for name, value in expected.items():
         np.testing.assert_allclose(row[name], value, rtol=2e-4, atol=1e-5, err_msg=name)
     met = np.unique(owner).astype(int)
@@ -178,7 +178,7 @@ def test_scores_are_those_of_a_twin_in_float64(shift):
         np.testing.assert_allclose(row[f"concept_{name}"], row[f"group_{name}"])
     # one client with a model that is not finite: no score, but for groups with other models
     broken = found._replace(totals=totals._replace(nonfinite_models=np.int32(1)))
-    row = evaluate.finalize(tested._replace(evaluation=broken), 2)
+    row = evaluate.finalize(task.targets, tested._replace(evaluation=broken), 2)
     assert np.isnan([row["rmse"], row["macro_mae"], row["worst10_r2"]]).all()
     assert np.isfinite(row["group_rmse"]).all()
     assert table.samples[9] == 0 and np.isnan(table.rmse[9]) and np.isnan(table.r2[4])
@@ -215,7 +215,7 @@ def test_predictions_are_numbers(run, folder):
     odd = run.find_model(own["x"][rows], own["y"][rows])
     assert odd == run.final.model_index[3] != run.find_model(own["x"][rows], -own["y"][rows])
     one_line("no probabilities", run.predict_proba, 3, own["x"][rows])
-    one_line("expected (2,) numbers", run.find_model, own["x"][:2], ["a", "b"])
+    one_line("expected numbers to regress", run.find_model, own["x"][:2], ["a", "b"])
 
 
 def test_predict_on_the_command_line(folder, fedjax_cfl, run):
@@ -512,7 +512,11 @@ def test_settings_that_do_not_fit(settings, says, own):
 
 def test_a_data_set_of_classes_is_refused(own):
     settings = ["task=regression", "dataset=digits", "algorithm=ifca"]
-    one_line("dataset=digits has classes; use a file of your own", assemble, settings)
+    one_line(
+        "y of dataset=digits are 10 classes; use task=classification, or a file of your own",
+        assemble,
+        settings,
+    )
 
 
 @pytest.mark.nightly

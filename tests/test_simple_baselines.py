@@ -33,7 +33,6 @@ from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.algorithms.tkm import tkm, trimmed_kmeans
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import full_work
-from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import BYZANTINE, PREPARE, SELECT, START, TRAIN, derive_key
 from fedjax_cfl.method import Round
@@ -47,6 +46,7 @@ from fedjax_cfl.round.aggregate import (
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.system import faults, select
+from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.types import State, Traffic
 
 K = 14  # clients of the toy problem

@@ -50,6 +50,7 @@ FLOORS = (
         "tree",
         "signatures",
         "scores",
+        "tasks",
     ),
 )
 LINES, PARAMETERS = 50, 8

@@ -11,9 +11,9 @@ from sklearn.datasets import load_digits
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.md_icfl.md_icfl import answer
 from fedjax_cfl.algorithms.md_icfl.synthesis import Prior, back_search, class_labels, generator
-from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models.layers import BatchStatNorm
+from fedjax_cfl.tasks.classification import cross_entropy
 
 KEY = jax.random.key(3)
 TURNS = 4

@@ -140,7 +140,7 @@ def init_mixture(
 ) -> dict[str, ClientMixture]:
     """Returns the rows of clients that all have equal parts of m models."""
     clients, labels = data.num_clients, data.num_classes
-    check_classes(labels, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
+    check_classes(data, f"algorithm={'fedrc' if with_labels else 'fedem'}", OTHERS)
     mixture = ClientMixture(
         jnp.full((clients, m), 1 / m, jnp.float32),
         jnp.zeros(clients, bool),

@@ -32,7 +32,7 @@ from fedjax_cfl.client.cohort import (
 )
 from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.objective import erm, output_loss, proximal
+from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
@@ -124,7 +124,7 @@ def count_best(
     def block(b: jax.Array, total: jax.Array) -> jax.Array:
         x, y, owner = read_block(client, data, held, b)
         logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
-        loss = jax.vmap(partial(output_loss, task), (0, None))(logits, y)
+        loss = jax.vmap(task.targets.loss_value, (0, None))(logits, y)
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=0)
         return total + one_hot(best, count, owner >= 0).sum(0)
 

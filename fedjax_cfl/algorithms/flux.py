@@ -147,7 +147,7 @@ def init_memory(
     task: Task, latent: int | None, groups: Params, data: FederatedData
 ) -> Descriptions:
     """Returns the memory before the clustering; `latent` is as in `flux`."""
-    check_classes(data.num_classes, "algorithm=flux", "use another algorithm, as ifca or flexcfl")
+    check_classes(data, "algorithm=flux", "use another algorithm, as ifca or flexcfl")
     m, rows = len(jax.tree.leaves(groups)[0]), 2 * (data.num_classes + 1)
     width = min(latent or data.num_classes, count_dense_inputs(task, data))
     none, centers = jnp.zeros((rows, 1)), jnp.zeros((m, rows, width))

@@ -103,7 +103,7 @@ def class_directions(task: Task, local: Local, count: int) -> Measure:
 
     def ask(q: Question) -> jax.Array:
         remedy = "use another algorithm, as ifca or flexcfl"
-        check_classes(q.data.num_classes, "algorithm=pacfl", remedy)
+        check_classes(q.data, "algorithm=pacfl", remedy)
         flat = each(q.cohort, q.data, (), ())
         return flat.reshape(len(flat), q.data.num_classes * count, -1)
 

@@ -40,6 +40,7 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
+from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
 from fedjax_cfl.validation import check_arguments, flatten_settings
 
@@ -193,9 +194,9 @@ def asks_validation(config: dict[str, Any]) -> str | None:
     return f"evaluate.patience={patience}" if patience else None
 
 
-def task_of(config: dict[str, Any]) -> str:
-    """Returns the name of the task."""
-    return str(config["task"].get("_target_", "classification")).rpartition(".")[2]
+def choose_targets(config: dict[str, Any]) -> Targets:
+    """Returns the task of a run."""
+    return instantiate_target("task", config["task"]) if config["task"] else CLASSIFICATION
 
 
 def choose_source(config: dict[str, Any]) -> dict[str, Any]:
@@ -206,36 +207,23 @@ def choose_source(config: dict[str, Any]) -> dict[str, Any]:
     if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
         return source
     if source["num_classes"]:
+        name = choose_targets(config).name
         raise InputError(
-            f"dataset.source.num_classes={source['num_classes']}: task={task_of(config)} has no"
-            " classes; use null, or task=classification"
+            f"dataset.source.num_classes={source['num_classes']}: task={name} has no classes; use"
+            " null, or task=classification"
         )
     return source | {"num_classes": 0}
 
 
 def check_task(config: dict[str, Any], pool: Pool) -> None:
     """Raises InputError where y are not what the task is about."""
-    asked = task_of(config)
-    there = "regression" if pool.y.ndim == 1 else "multilabel"
-    if asked == (there if not pool.num_classes else "classification"):
-        return
-    if pool.num_classes:
+    asked, there = choose_targets(config), kind_of(pool)
+    if asked.name != there.name:
         raise InputError(
-            f"task={asked}: dataset={config['dataset']['name']} has classes; use a file of your"
-            f" own, dataset={', '.join(FILES)}, or task=classification"
+            f"task={asked.name}: needs {asked.needs}, and y of"
+            f" dataset={config['dataset']['name']} are {there.describe(pool)}; use"
+            f" task={there.name}, or a file of your own, dataset={', '.join(FILES)}"
         )
-    if asked == "classification":
-        raise InputError(
-            f"dataset.source.num_classes=0: y are no classes; use task={there}, or for classes a"
-            " number >= 1, or null"
-        )
-    said = {
-        "regression": "y are labels [N, T], 0 or 1, expected one number a sample; use"
-        " task=multilabel",
-        "multilabel": "y is one number a sample, expected labels [N, T], 0 or 1, of a table"
-        " dataset.source.y=[a,b]; or use task=regression",
-    }
-    raise InputError(f"task={asked}: {said[asked]}")
 
 
 def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
@@ -334,16 +322,12 @@ def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> 
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
-    classes, targets = pool.num_classes, None
-    outputs = classes or (1 if pool.y.ndim == 1 else pool.y.shape[1])
-    module = instantiate_target("model.module", model["module"], num_classes=outputs)
-    if config["task"]:
-        targets = instantiate_target("task", config["task"])
+    module = instantiate_target("model.module", model["module"], num_classes=count_outputs(pool))
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         weight = model.get("l2", 0.0) if l2 is None else l2
-        return as_task(module, shape, classes, weight, targets)
+        return as_task(module, shape, pool.num_classes, weight, choose_targets(config))
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 

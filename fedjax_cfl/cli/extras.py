@@ -21,10 +21,8 @@ from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
 from fedjax_cfl.runs.finish import Extras
 from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
-from fedjax_cfl.scores import choose_score
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.evaluate import ClientTable
-from fedjax_cfl.simulation.metrics import ClientMetrics, average
 from fedjax_cfl.simulation.personalize import (
     NewClients,
     assign_newcomers,
@@ -33,7 +31,8 @@ from fedjax_cfl.simulation.personalize import (
     next_key,
 )
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.types import FederatedData, ServedModels
+from fedjax_cfl.tasks.sums import average
+from fedjax_cfl.types import FederatedData, ServedModels, Task
 
 
 def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable[[Result], Extras]:
@@ -44,7 +43,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     algorithm, task = setup.algorithm, setup.task
     at_once = config["clients_per_round"]
 
-    name = choose_score(setup.data.num_classes, setup.data.y).name
+    name = task.targets.score.name
 
     def finetune(served: ServedModels, data: Any, result: Result) -> ClientTable:
         key = next_key(config["seed"], result.state)
@@ -56,7 +55,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
         if epochs:
             tuned = finetune(algorithm.serve(result.state), result.data, result)
             found.columns[f"finetuned_{name}"] = getattr(tuned, name)
-            found.numbers[f"finetuned_{name}"] = mean_score(tuned, name)
+            found.numbers[f"finetuned_{name}"] = mean_score(task, tuned)
         if name_newcomers(config):
             new, population = add_newcomers(found, config, setup, result)
             if epochs:
@@ -64,7 +63,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
                 tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
                 columns = found.tables[NEW_CLIENTS_FILE]
                 columns[f"finetuned_{name}"] = getattr(tuned, name)
-                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(tuned, name)
+                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(task, tuned)
         if compared:
             served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
             clients, alike = compare_updates(task, local, served, result.data, key, compared)
@@ -91,31 +90,28 @@ def add_newcomers(
     make = with_selection(config, task, population, build_local(config, task, population, mesh))
     key = jax.random.key(config["seed"])
     new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
-    names, score = everybody.client_names, choose_score(population.num_classes, population.y)
+    names, score = everybody.client_names, task.targets.score.name
     found.tables[NEW_CLIENTS_FILE] = {
         "client": held if names is None else [names.names[k] for k in held.tolist()],
         "group": new.groups,
         "concept": np.asarray(everybody.concept)[held],
         "train_samples": np.asarray(everybody.train.size)[held],
         "test_samples": np.asarray(everybody.test.size)[held],
-        score.name: getattr(new.metrics, score.name),
+        score: getattr(new.metrics, score),
     }
     found.numbers["new_clients"] = len(held)
     found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
-    found.numbers[f"new_clients_{score.name}"] = mean_score(new.metrics, score.name)
+    found.numbers[f"new_clients_{score}"] = mean_score(task, new.metrics)
     if name_newcomers(config) == "validation_clients":
-        values = np.asarray(getattr(new.metrics, score.name))
+        values = np.asarray(getattr(new.metrics, score))
         mean = average(values, np.isfinite(values))
-        found.numbers[f"validation_clients_macro_{score.name}"] = float(mean)
+        found.numbers[f"validation_clients_macro_{score}"] = float(mean)
     return new, population
 
 
-def mean_score(table: ClientTable, name: str) -> float:
-    """Returns the score of this name over all test samples of the clients that have a model,
-    added up as that of the run itself; NaN where there are none.
+def mean_score(task: Task, table: ClientTable) -> float:
+    """Returns the score over all test samples of the clients that have a model, added up as that of
+    the run itself; NaN where there are none.
     """
-    samples = np.asarray(table.samples)
-    if isinstance(table, ClientMetrics):
-        return float(average(np.asarray(table.accuracy), samples))
-    table = jax.tree.map(np.asarray, table)
-    return float(table.by_group(np.where(samples > 0, 0, -1), 1)[name][0])
+    row = task.targets.summarize(jax.tree.map(np.asarray, table), np.zeros((2, 0), int))
+    return float(row[task.targets.score.name])

@@ -28,7 +28,6 @@ from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write, write_columns
-from fedjax_cfl.scores import ACCURACY, MICRO_F1, Score, find_score
 from fedjax_cfl.types import Pool
 
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
@@ -78,7 +77,7 @@ def main(argv: list[str]) -> int:
     arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
-        words = find_score(run.summary).words
+        words = run.targets.score.words
         raise InputError(
             f"run_dir={given.run_dir}: no evaluation had a score ({words}) to be best of"
         )
@@ -205,7 +204,7 @@ def predict_all(
     for used in np.unique(model) if saved.weights is None else ():
         rows = np.flatnonzero(model == used)
         scores[rows] = run.infer(int(used), scaled[rows], saved)
-    return Predictions(run.decide(scores), model, known, run.find_chances(scores))
+    return Predictions(run.targets.guess(scores), model, known, run.targets.chances(scores))
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -257,22 +256,14 @@ def describe_predictions(
         line = f"{name}: {rows.sum():,} samples, {by} {models}"
         rows = rows & scored
         if "y" in arrays and rows.any():
-            score = find_score(run.summary)
-            value = measure(score, found.predicted[rows], arrays["y"][rows])
+            score, guess = run.targets.score, found.predicted[rows]
+            guess = guess.astype(float) if guess.dtype.kind == "f" else guess
+            held = np.ones(len(guess), bool)
+            value = float(run.targets.rate(*run.targets.sums(guess, arrays["y"][rows], held)))
             line += f", {score.words} {score.format(value)} on {rows.sum():,}"
             line += "" if "split" in arrays or found.known[rows].all() else ", which chose too"
         lines.append(line)
     return lines
-
-
-def measure(score: Score, predicted: np.ndarray, y: np.ndarray) -> float:
-    """Returns the score of predictions [B] of classes or numbers y [B], or of labels [B, T]."""
-    if score is ACCURACY:
-        return float(np.mean(predicted == y))
-    if score is MICRO_F1:
-        hits, named = (predicted * y).sum(), (predicted + y).sum()
-        return float(2 * hits / named) if named else float("nan")
-    return float(np.sqrt(np.mean((predicted.astype(float) - y) ** 2)))
 
 
 def count_confusions(

@@ -15,7 +15,7 @@ from jax import lax
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
 from fedjax_cfl.client.executor import Loop
-from fedjax_cfl.client.objective import cross_entropy
+from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.types import FederatedData, Params, Task
 
 LEAST_WEIGHT = 1e-30  # of a model, in a logarithm: what has lost all weight can get it back

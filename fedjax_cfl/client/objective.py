@@ -146,23 +146,6 @@ def project(direction: Params, params: Params, start: Params) -> jax.Array:
     return jax.tree.reduce(jnp.add, terms)
 
 
-def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the cross-entropy [B] of logits [B, C] and labels y [B]."""
-    # by index, for values; SGD has the one-hot form of `models.task`, whose gradient is cheaper
-    return (
-        jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, y[:, None], axis=-1)[:, 0]
-    )
-
-
-def output_loss(task: Task, outputs: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the loss [B], without L2, of what `task.predict` returns [B, C] and y [B]:
-    cross-entropy, or that of targets.
-    """
-    if task.targets is None:
-        return cross_entropy(outputs, y)
-    return task.targets.loss(outputs, y)
-
-
 def find_selection_layer(local: Local) -> Method | None:
     """Returns the layer with which clients choose a group by models that have parts of their own;
     None: they choose by the models of groups as they are.
@@ -187,16 +170,16 @@ def training_loss(
     whole training set.
 
     It is (client, data, models [m, ...], rows) -> a Loop with the result [m], for `over_clients`.
-    The loss is `output_loss` without dropout; `with_l2` adds the model's L2 penalty, as the FlexCFL
-    code does (D10). A layer of `local` may say that a client puts parts of its own, from its
-    `rows` by layer, into the models.
+    The loss is `Targets.loss_value` without dropout; `with_l2` adds the model's L2 penalty, as the
+    FlexCFL code does (D10). A layer of `local` may say that a client puts parts of its own, from
+    its `rows` by layer, into the models.
     """
     own = None if local is None else find_selection_layer(local)
 
     def sample_loss(model, x, y, owner):
         if with_l2:
             return task.loss(model, x, y, None, owner)
-        return output_loss(task, task.predict(model, x, owner), y)
+        return task.targets.loss_value(task.predict(model, x, owner), y)
 
     def client_loss(client, data: FederatedData, models, client_inputs):
         count, first = client_range(client, data)

@@ -206,7 +206,7 @@ def on_shift(
         if not data.has_drift:
             return state, make_report()
         remedy = "use drift=none, or a method that does not migrate, as ifca"
-        check_classes(data.num_classes, "a drift under a method that detects shifts", remedy)
+        check_classes(data, "a drift under a method that detects shifts", remedy)
         before = state.rows[SHIFT_REFERENCE]
         counts = train_label_counts(data)
         met = state.assignment >= 0

@@ -16,6 +16,7 @@ from fedjax_cfl.data.dealing import are_class_lists
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_value
 
 __all__ = ["exchange_pairs", "permute_labels", "rotate"]
@@ -82,7 +83,7 @@ def permute_labels(
     is C; `groups` is at most min(C, 12)! and at most K; `shuffle` is as in `rotate`; `seed`
     also draws the permutations. `x` is returned as it is.
     """
-    check_classes(num_classes, "concept=permute_labels", "use concept=none")
+    check_classes(Pool(x, y, num_classes), "concept=permute_labels", "use concept=none")
     limit = math.factorial(min(num_classes, 12))  # permutations there are
     if not 1 <= groups <= limit:
         raise InputError(
@@ -117,7 +118,7 @@ def exchange_pairs(
     `even`, else as `find_part` says. `x` is returned as it is. Raises InputError for classes that
     the data do not have.
     """
-    check_classes(num_classes, "concept=exchange_pairs", "use concept=none")
+    check_classes(Pool(x, y, num_classes), "concept=exchange_pairs", "use concept=none")
     check_value("concept.pairs", pairs, PAIRS)
     highest = max(map(max, pairs))
     if highest >= num_classes:

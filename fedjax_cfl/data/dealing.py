@@ -165,7 +165,7 @@ def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any])
     check_arguments(recipe, values, "partition")
     if recipe.__name__ not in WITHOUT_CLASSES:
         remedy = "name clients in the data, or use partition=iid, quantity_skew or shards"
-        check_classes(values["pool"].num_classes, f"partition={recipe.__name__}", remedy)
+        check_classes(values["pool"], f"partition={recipe.__name__}", remedy)
     return RandomState(values["seed"])
 
 

@@ -136,7 +136,7 @@ def swap_part(
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
     ) -> tuple[FederatedData, Any, jax.Array]:
-        check_classes(data.num_classes, "drift=swap_part", OTHER_DRIFTS)
+        check_classes(data, "drift=swap_part", OTHER_DRIFTS)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
         has = _held_labels(data)
@@ -241,7 +241,7 @@ def _most_by_label(data: FederatedData) -> int:
     clients that have no test samples of it: at most the largest block and all such
     remainders.
     """
-    check_classes(data.num_classes, "drift=swap_part", OTHER_DRIFTS)
+    check_classes(data, "drift=swap_part", OTHER_DRIFTS)
     counts = np.asarray(train_label_counts(data), np.int64)
     has = np.asarray(_held_labels(data))
     remainder = np.where(has, 0, counts)  # [K, C], does not move by itself
@@ -264,7 +264,7 @@ def label_swap(fraction: Fraction = 0.5, period: PositiveInt = 30) -> Drift:
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
     ) -> tuple[FederatedData, Any, jax.Array]:
-        check_classes(data.num_classes, "drift=label_swap", OTHER_DRIFTS)
+        check_classes(data, "drift=label_swap", OTHER_DRIFTS)
         due = (round + 1) % period == 0
         chosen, labels = draw_label_pairs(key, round, data, fraction)
         shifted = chosen & due

@@ -14,6 +14,7 @@ import numpy as np
 from fedjax_cfl.data.datasets.pool import check_pool, to_float32
 from fedjax_cfl.data.transform import TURNS, turn_images
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.tasks import kind_of
 from fedjax_cfl.types import (
     ClientIndex,
     ExactSamples,
@@ -80,19 +81,10 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
     return holdings._replace(sample=sample, owner=owner.astype(np.int32), test=test)
 
 
-def check_classes(num_classes: int, what: str, remedy: str) -> None:
-    """Raises InputError where y are numbers to regress or labels, `num_classes` is 0, and `what`
-    needs classes; `remedy` says what to use.
-    """
-    if not num_classes:
+def check_classes(data: FederatedData | Pool, what: str, remedy: str) -> None:
+    """Raises InputError where y are no classes, which `what` needs; `remedy` says what to use."""
+    if not data.num_classes:
         raise InputError(f"{what}: needs a class of each sample, which y are not; {remedy}")
-
-
-def describe_targets(data: FederatedData) -> str:
-    """Returns what y are, in words."""
-    if data.num_classes:
-        return f"{data.num_classes:,} classes"
-    return "numbers to regress" if data.y.ndim == 1 else f"{data.y.shape[1]} labels a sample"
 
 
 def federate(
@@ -343,7 +335,7 @@ def train_label_counts(data: FederatedData) -> jax.Array:
     InputError where y are no classes.
     """
     remedy = "use a method, a selection and a drift that count no labels"
-    check_classes(data.num_classes, "label counts", remedy)
+    check_classes(data, "label counts", remedy)
     return label_counts(data.train, data.owner, data.y, data.num_classes)
 
 
@@ -388,7 +380,7 @@ def format_description(data: FederatedData) -> str:
     ]
     parts = [
         f"{n['clients']:,} clients",
-        describe_targets(data),
+        kind_of(data).describe(data),
         f"{n['train_samples']:,} train and {n['test_samples']:,} test samples",
         (
             f"{n['min_train']:,} to {n['max_train']:,} train samples a client (median"

@@ -59,7 +59,7 @@ def graded(
         else:
             groups = np.random.RandomState(seed).randint(patterns, size=clients).astype(np.int32)
         return paint(x, y, owner, groups, level)
-    check_classes(num_classes, "concept=graded", "use concept=none")
+    check_classes(Pool(x, y, num_classes), "concept=graded", "use concept=none")
     if level > num_classes:
         raise InputError(f"concept.level={level}: the data have {num_classes} classes")
     rng = np.random.RandomState(seed)

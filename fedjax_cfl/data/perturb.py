@@ -52,7 +52,7 @@ def share_samples(
     if not per_label:
         return holdings
     what = f"shared_samples.per_label={per_label}"
-    check_classes(pool.num_classes, what, "use shared_samples.per_label=0")
+    check_classes(pool, what, "use shared_samples.per_label=0")
     label = pool.y[holdings.sample]
     if holdings.code is not None and holdings.label_maps is not None:
         label = holdings.label_maps[holdings.code // TURNS, label]

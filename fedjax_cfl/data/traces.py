@@ -35,7 +35,7 @@ def deal_labels(key: Key, data: FederatedData, intervals: int) -> tuple[Federate
     """Deals each client's labels to the intervals in a random order, as evenly as can be (an
     `ArrangeFn`).
     """
-    check_classes(data.num_classes, "drift=stream_bucket", OTHER_DRIFTS)
+    check_classes(data, "drift=stream_bucket", OTHER_DRIFTS)
     clients = data.num_clients
     own = jnp.where((data.owner < 0) | find_shared(data), clients, data.owner)
     has = jnp.zeros((clients, data.num_classes), bool).at[own, data.y].set(True, mode="drop")
@@ -120,7 +120,7 @@ def redraw_samples(
     Args: `intervals` is B; `alpha`, `epsilon`, `is_burst` and `fraction` are those of
     `draw_label_shares`.
     """
-    check_classes(data.num_classes, "drift=stream_gradual or stream_burst", OTHER_DRIFTS)
+    check_classes(data, "drift=stream_gradual or stream_burst", OTHER_DRIFTS)
     keys = [jax.random.fold_in(key, purpose) for purpose in (MIX, LABEL, PICK, PLACE)]
     shares = draw_label_shares(
         keys[0], data.num_clients, data.num_classes, alpha, epsilon, is_burst, fraction

@@ -4,7 +4,6 @@ import sys
 
 from fedjax_cfl.models.layers import BatchNorm, BatchStatNorm, GroupNorm
 from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
-from fedjax_cfl.models.targets import multilabel, regression
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
 from fedjax_cfl.models.transformer import ViT
 from fedjax_cfl.models.zoo import (
@@ -22,6 +21,8 @@ from fedjax_cfl.models.zoo import (
     StackedLSTM,
 )
 from fedjax_cfl.signatures import tidy
+from fedjax_cfl.tasks.multilabel import multilabel
+from fedjax_cfl.tasks.regression import regression
 
 __all__ = [
     "MCLR",

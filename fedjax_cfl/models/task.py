@@ -13,9 +13,9 @@ from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten, mark_real
-from fedjax_cfl.models.targets import regression
+from fedjax_cfl.tasks import CLASSIFICATION, REGRESSION, Targets
 from fedjax_cfl.tree import STATISTICS, as_variables, drop_statistics, pull_statistics
-from fedjax_cfl.types import FirstLayer, Key, Params, Targets, Task
+from fedjax_cfl.types import FirstLayer, Key, Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, check_arguments
 
 
@@ -31,15 +31,16 @@ def as_task(
     l2: NonNegativeFloat = 0.001,
     targets: Targets | None = None,
 ) -> Task:
-    """Returns the Task of a Flax module: cross-entropy plus l2 * sum(kernel^2) over the layers
-    that the module names in `decayed`.
+    """Returns the Task of a Flax module: the loss of the task plus l2 * sum(kernel^2) over the
+    layers that the module names in `decayed`.
 
     Every sample of `loss` carries the whole penalty, so that the mean over any batch
     carries it once. Dropout is active only with a key.
 
     Args: `module` maps [B, ...] to [B, C]; `sample_shape` is that of one sample; `num_classes` is
-    C, as in the data; 0: there are none, and `targets` says what y are, see `regression`, what
-    they are by default, with one output, [B, 1], and `multilabel`, with an output a label, [B, T].
+    C, as in the data, and the loss cross-entropy; 0: there are none, and `targets` says what y are,
+    `regression()` by default, with one output, [B, 1], or `multilabel()`, with an output a label,
+    [B, T].
     Raises InputError if the module cannot take samples of this shape or does not return
     one logit per class.
     """
@@ -48,14 +49,13 @@ def as_task(
         remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
         raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
     check_arguments(as_task, {"l2": l2})
-    if targets is not None and num_classes:
+    targets = targets or (CLASSIFICATION if num_classes else REGRESSION)
+    if num_classes and targets.name != CLASSIFICATION.name:
         raise InputError(f"num_classes={num_classes}: y are classes, or `targets`: then it is 0")
-    if not num_classes:
-        targets = targets or regression()
     decayed: tuple[str, ...] = getattr(module, "decayed", ()) if l2 else ()
     # the sample-space form says nothing of owners
     first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
-    logits, measure = _logits_of(module), _loss_of(targets)
+    logits, measure = _logits_of(module), targets.loss
 
     def sample_loss(
         params: Params,
@@ -79,7 +79,7 @@ def as_task(
     )
     if not decayed:
         task = task._replace(loss=sample_loss, sample_loss=None, penalty=None)
-    outputs = None if targets and targets.labels else max(num_classes, 1)
+    outputs = num_classes or targets.outputs
     params = _check(task, type(module).__name__, sample_shape, outputs, decayed, first)
     if not first or STATISTICS in params:  # nor of statistics
         return task
@@ -195,18 +195,6 @@ def _give_output(first: str, params: Params, z: jax.Array) -> Callable[..., Any]
         return z + (params[first].get("bias", 0.0) if first in params else 0.0)
 
     return instead
-
-
-def _loss_of(targets: Targets | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns f(outputs [B, C], y [B]) -> [B]."""
-    return _cross_entropy if targets is None else targets.loss
-
-
-def _cross_entropy(z: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the cross-entropy [B] of logits [B, C]."""
-    # One-hot instead of indexing: the gradient of a gather is a scatter, slow inside a loop.
-    hot = jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype)
-    return jax.nn.logsumexp(z, axis=-1) - jnp.sum(z * hot, axis=-1)
 
 
 def _l2_of(l2: float, names: tuple[str, ...]) -> Callable[[Params], jax.Array | float]:

@@ -146,7 +146,7 @@ def describe_clients(
         "test_samples": table.samples,
         **{name: getattr(table, name) for name in CLIENT_SCORES if hasattr(table, name)},
     }
-    if held.num_classes and held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
+    if 0 < held.num_clients * held.num_classes <= MAX_LABEL_COUNTS:
         columns["labels"] = count_labels(held)
     return columns
 

@@ -60,8 +60,8 @@ def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> 
     } | {name: value for name, value in given.items() if name in NAMED}
     everything: dict[str, Any] = {name: {"name": value} for name, value in names.items()}
     everything["model"]["module"] = describe_module(module)
-    if (targets := setup.task.targets) is not None:
-        everything["task"] = dict(targets.settings) or {"_target_": "unknown"}
+    if settings := setup.task.targets.settings:
+        everything["task"] = dict(settings)
     everything |= {"given": {name: given[name] for name in given if name not in NAMED}}
     everything |= {"seed": seed, **plan._asdict(), "made_of": parts}
     return RunSettings(

@@ -27,11 +27,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
-from scipy.special import expit, softmax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
-from fedjax_cfl.client.objective import output_loss
-from fedjax_cfl.data.datasets.pool import MAX_CLASSES, read_features, to_float32
+from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, read_features, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import clean_name, name_columns
@@ -47,8 +45,9 @@ from fedjax_cfl.runs.results import (
     read_summary,
 )
 from fedjax_cfl.runs.tables import read_tables
+from fedjax_cfl.tasks import Targets, count_outputs, kind_of
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import Params, Targets, Task
+from fedjax_cfl.types import Params, Pool, Task
 from fedjax_cfl.validation import INT32_MAX
 
 BLOCK = 256  # samples per forward pass
@@ -106,7 +105,7 @@ class LoadedRun(NamedTuple):
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
-        return self.decide(self._score(client, x, saved))
+        return self.targets.guess(self._score(client, x, saved))
 
     def predict_proba(
         self, client: str | int, x: Any, saved: SavedModels | None = None
@@ -114,24 +113,17 @@ class LoadedRun(NamedTuple):
         """Returns the probabilities [B, C] float32 of the classes, where `predict` returns the
         likeliest one, or of each label [B, T]. Raises InputError for a regression.
         """
-        found = self.find_chances(self._score(client, x, saved))
+        found = self.targets.chances(self._score(client, x, saved))
         if found is None:
             raise InputError(
                 "predict_proba: the run regressed numbers, which have no probabilities"
             )
         return found
 
-    def find_chances(self, outputs: np.ndarray) -> np.ndarray | None:
-        """Returns the probabilities [B, C] of classes or labels that outputs [B, C] of `infer`
-        mean, None of numbers.
-        """
-        if self.num_classes:
-            return softmax(outputs, axis=1)
-        return expit(outputs) if self.has_labels() else None
-
-    def has_labels(self) -> bool:
-        """Returns whether y of the run are labels, 0 or 1 each."""
-        return self.task.targets is not None and self.task.targets.labels
+    @property
+    def targets(self) -> Targets:
+        """What y of the run are, and how predictions of them are read and scored."""
+        return self.task.targets
 
     def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
         saved = saved or self.final
@@ -157,15 +149,7 @@ class LoadedRun(NamedTuple):
         client by its own, None: x itself.
         """
         scaled = self.scale(x, like=x if like is None else like)
-        return self.decide(self.infer(model, scaled, saved or self.final))
-
-    def decide(self, outputs: np.ndarray) -> np.ndarray:
-        """Returns the classes [B], numbers [B] or labels [B, T], see `predict`, that outputs
-        [B, C] of `infer` mean.
-        """
-        if self.has_labels():
-            return (outputs > 0).astype(np.int32)
-        return outputs.argmax(1).astype(np.int32) if self.num_classes else outputs[:, 0]
+        return self.targets.guess(self.infer(model, scaled, saved or self.final))
 
     def scale(self, x: Any, place: int | None = None, like: Any = None) -> np.ndarray:
         """Returns samples x [B, ...] as the models take them: standardised as those of the client
@@ -257,9 +241,6 @@ class LoadedRun(NamedTuple):
         regression numbers [B] float32, where samples have several labels these [B, T] float32.
         """
         y = np.asarray(y)
-        if not self.num_classes:
-            shape = (samples, self.outputs) if self.has_labels() else (samples,)
-            return check_targets(y, shape, self.has_labels())
         numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
         # numbers with gaps name their classes as text does
         if y.dtype.kind in "SU" or (numbers and y.dtype.kind in "iuf"):
@@ -271,14 +252,14 @@ class LoadedRun(NamedTuple):
                 raise InputError(f"y={unknown.flat[0]}: the classes of the run are {names}")
             order = np.argsort(self.class_names)
             y = order[np.searchsorted(self.class_names, y, sorter=order)]
-        if y.shape != (samples,) or y.dtype.kind not in "buif" or not np.all(y == np.floor(y)):
+        stand_in = np.zeros((samples, 1), np.uint8)  # of samples that are checked already
+        pool = check_pool(Pool(stand_in, y, self.num_classes), "samples")
+        if kind_of(pool).name != self.targets.name or count_outputs(pool) != self.outputs:
             raise InputError(
-                f"y has shape {y.shape} and dtype {y.dtype}, expected ({samples},) class numbers"
+                f"y are {kind_of(pool).describe(pool)}; models of this run have {self.outputs}"
+                f" outputs and need {self.targets.needs}"
             )
-        if y.min() < 0 or y.max() >= self.num_classes:
-            wrong = y[(y < 0) | (y >= self.num_classes)][0]
-            raise InputError(f"y={wrong}: between 0 and {self.num_classes - 1} is allowed")
-        return y.astype(np.int32)
+        return pool.y
 
 
 def take_columns(frame: Any, there: dict[str, Any], columns: tuple[str, ...]) -> np.ndarray:
@@ -312,20 +293,6 @@ def read_pixels(x: np.ndarray) -> np.ndarray:
             " numbers from 0 to 255, or x / 255"
         )
     return x.astype(np.uint8)
-
-
-def check_targets(y: np.ndarray, shape: tuple[int, ...], labels: bool) -> np.ndarray:
-    """Returns numbers [B], or labels [B, T], of this `shape` as float32."""
-    if y.shape != shape or y.dtype.kind not in "buif":
-        raise InputError(
-            f"y has shape {y.shape} and dtype {y.dtype}, expected {shape} numbers, as the run"
-            f" {'had labels' if labels else 'regressed'}"
-        )
-    if labels and not np.isin(y, (0, 1)).all():
-        raise InputError(f"y={y[~np.isin(y, (0, 1))][0]}: 0 or 1 is allowed of each label")
-    if not np.isfinite(y.astype(np.float32)).all():
-        raise InputError("y is NaN or infinite somewhere, expected finite numbers")
-    return y.astype(np.float32)
 
 
 def load_run(
@@ -630,7 +597,7 @@ def _sum_losses(
     owner = _owner(count)
 
     def total(model):
-        loss = output_loss(task, task.predict(model, x, owner), y)
+        loss = task.targets.loss_value(task.predict(model, x, owner), y)
         return jnp.sum(jnp.where(owner >= 0, loss, 0.0))
 
     return lax.map(total, models)

@@ -10,21 +10,20 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.mixture import mix_predictions, mixture_loss
-from fedjax_cfl.client.objective import output_loss
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.scores import ACCURACY, MICRO_F1, RMSE, choose_score, find_score
 from fedjax_cfl.sharding import over_devices, take_models
-from fedjax_cfl.simulation import metrics, targets
 from fedjax_cfl.simulation.depends import find_influence, number_leaves
+from fedjax_cfl.simulation.metrics import ari
+from fedjax_cfl.tasks import ClientTable
+from fedjax_cfl.tasks.sums import bincount
+from fedjax_cfl.tasks.targets import Predictions, Targets
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, ServedModels, State, Task
 
 EVAL_BLOCK = 128  # test samples per forward pass
-# of classes, of numbers, or of labels
-ClientTable = metrics.ClientMetrics | targets.ErrorMetrics | targets.LabelMetrics
 
 
 def count_models(models: Params) -> int:
@@ -35,13 +34,11 @@ def count_models(models: Params) -> int:
 class Totals(NamedTuple):
     """What is counted over the test samples of all clients."""
 
-    classes: jax.Array  # [2, C] int32, see `metrics.client_metrics`; without classes C = 0
-    # [] int32, samples that the mean of the models predicts right; of a regression float32, the
-    # sum of its squared errors; of labels twice the true positives
-    auxiliary_right: jax.Array
-    # [] int32, samples that it was tested on; of labels how often they are there and are
-    # predicted, in all; 0: it was not tested
-    auxiliary_samples: jax.Array
+    classes: jax.Array  # [2, C] int32, see `tasks.classification.measure`; without classes C = 0
+    # what `Targets.sums` says of the mean of the models: a sum [], and by what it is divided [],
+    # 0: it was not tested
+    auxiliary_sum: jax.Array
+    auxiliary_number: jax.Array
     nonfinite_models: jax.Array  # [] int32, clients tested on a model that is not finite
     distance: jax.Array  # [] float32, the mean client distance, NaN where it is not measured
 
@@ -112,16 +109,12 @@ def predict_block(
     owner = jnp.where(slot < total, data.owner[rows], -1)
     if weights is None:
         found = task.predict(model, x, owner)
-        loss = output_loss(task, found, y)
+        loss = task.targets.loss_value(found, y)
     else:
         mine = weights[jnp.maximum(owner, 0)]
         found = mix_predictions(task, model, mine, x, owner)
         loss = mixture_loss(found, y)
-    if data.num_classes:
-        guess = jnp.argmax(found, -1).astype(jnp.int32)
-    else:
-        guess = found[:, 0] if data.y.ndim == 1 else (found > 0).astype(jnp.int32)
-    return jnp.where(slot < total, test, total), guess, loss
+    return jnp.where(slot < total, test, total), task.targets.guess(found), loss
 
 
 def predict_test_samples(
@@ -189,15 +182,9 @@ def evaluate_clients(
     """
     guess, loss = predict_test_samples(task, mesh, served, data)
     owner, y = data.owner[data.test.order], data.y[data.test.order]
-    if not data.num_classes:
-        has_model = served.model_index[jnp.maximum(owner, 0)] >= 0
-        owner = jnp.where(has_model, owner, -1)
-        measure = targets.client_errors if y.ndim == 1 else targets.client_labels
-        return measure(guess, loss, y, owner, data.num_clients), jnp.zeros((2, 0), jnp.int32)
-    owner = jnp.where(guess >= 0, owner, -1)
-    return metrics.client_metrics(
-        guess == y, loss, y, guess, owner, data.num_clients, data.num_classes
-    )
+    owner = jnp.where(served.model_index[jnp.maximum(owner, 0)] >= 0, owner, -1)
+    seen = Predictions(guess, loss, y, owner)
+    return task.targets.measure(seen, data.num_clients, data.num_classes)
 
 
 def evaluate_auxiliary(
@@ -215,20 +202,14 @@ def evaluate_auxiliary(
         task, mesh, ServedModels(mean, jnp.zeros(data.num_clients, jnp.int32)), data
     )
     held = data.owner[data.test.order] >= 0
-    y = data.y[data.test.order]
-    if y.ndim > 1:
-        guess, y = (jnp.where(held[:, None], part, 0).astype(jnp.int32) for part in (guess, y))
-        return 2 * jnp.sum(guess * y), jnp.sum(guess + y)
-    if not data.num_classes:
-        return jnp.sum(jnp.where(held, (guess - y) ** 2, 0.0)), held.sum()
-    return jnp.sum((guess == y) & held), held.sum()
+    return task.targets.sums(guess, data.y[data.test.order], held)
 
 
 def evaluate_distance(served: ServedModels, data: FederatedData) -> jax.Array:
     """Returns the mean [] L1 distance of the training label shares of two clients that are
     served the same model, see `mean_client_distance`; clients without one do not count.
     """
-    check_classes(data.num_classes, "eval_distance=true", "use eval_distance=false")
+    check_classes(data, "eval_distance=true", "use eval_distance=false")
     index = served.model_index
     valid = (index >= 0) & (data.train.size > 0)
     count = count_models(served.models)
@@ -286,7 +267,7 @@ def evaluate_all(
     found = evaluate_block(algorithm, task, mesh, state, data, with_auxiliary)
     served = algorithm.serve(state)
     tested = Tested(served.model_index, found, data.concept, data.train.size)
-    return finalize(tested, count_models(served.models)), found.clients
+    return finalize(task.targets, tested, count_models(served.models)), found.clients
 
 
 def evaluate_block(
@@ -310,15 +291,14 @@ def evaluate_block(
         used = each_its_own(state.received, served.model_index)
         used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
-    samples = jnp.zeros((), jnp.int32)
-    right = count_nothing(data)
+    total, number = count_nothing(task.targets, data)
     if count_models(served.models) > 1 and with_auxiliary:  # of one, the mean says nothing new
-        right, samples = evaluate_auxiliary(task, mesh, served, data)
+        total, number = evaluate_auxiliary(task, mesh, served, data)
     finite, index = is_finite(used.models), used.model_index
     finite = finite[jnp.maximum(index, 0)] if used.weights is None else finite.all()
     bad = ~finite & (index >= 0) & (data.test.size > 0)
     distance = evaluate_distance(served, data) if with_distance else jnp.float32(jnp.nan)
-    return Evaluation(table, Totals(counts, right, samples, bad.sum(dtype=jnp.int32), distance))
+    return Evaluation(table, Totals(counts, total, number, bad.sum(dtype=jnp.int32), distance))
 
 
 def evaluate_validation(
@@ -333,9 +313,10 @@ def evaluate_validation(
     return evaluate_block(algorithm, task, mesh, state, data.replace(test=data.validation), False)
 
 
-def count_nothing(data: FederatedData) -> jax.Array:
-    """Returns what `Totals.auxiliary_right` is before anything has been tested."""
-    return jnp.zeros((), data.y.dtype if data.y.ndim == 1 else jnp.int32)
+def count_nothing(targets: Targets, data: FederatedData) -> tuple[jax.Array, jax.Array]:
+    """Returns what `Targets.sums` says of no sample."""
+    y = jnp.zeros((0, *data.y.shape[1:]), data.y.dtype)
+    return targets.sums(y, y, jnp.zeros(0, bool))
 
 
 def check_received(algorithm: Algorithm, state: State) -> None:
@@ -368,24 +349,20 @@ def is_finite(models: Params) -> jax.Array:
     return jnp.stack(finite).all(0)
 
 
-def empty(data: FederatedData) -> Evaluation:
+def empty(targets: Targets, data: FederatedData) -> Evaluation:
     """Returns the evaluation of all clients before any of them has been tested."""
-    unknown, zero = jnp.full(data.num_clients, jnp.nan), jnp.zeros((), jnp.int32)
-    tables = {
-        ACCURACY: metrics.ClientMetrics,
-        RMSE: targets.ErrorMetrics,
-        MICRO_F1: targets.LabelMetrics,
-    }
-    kind = tables[choose_score(data.num_classes, data.y)]
-    fields = dict.fromkeys(kind.__dataclass_fields__, unknown)
-    fields["samples"] = jnp.zeros(data.num_clients, jnp.int32)
-    if kind is targets.LabelMetrics:
-        counts = jnp.zeros((data.num_clients, data.y.shape[1]), jnp.int32)
-        fields |= {"hits": counts, "named": counts}
-    classes = jnp.zeros((2, data.num_classes), jnp.int32)
-    return Evaluation(
-        kind(**fields), Totals(classes, count_nothing(data), zero, zero, jnp.zeros(()))
+    y = jnp.zeros((0, *data.y.shape[1:]), data.y.dtype)
+    none = Predictions(y, jnp.zeros(0), y, jnp.zeros(0, jnp.int32))
+    table, counts = jax.eval_shape(
+        lambda: targets.measure(none, data.num_clients, data.num_classes)
     )
+
+    def unknown(part: jax.ShapeDtypeStruct) -> jax.Array:
+        return jnp.full(part.shape, jnp.nan if part.dtype.kind == "f" else 0, part.dtype)
+
+    total, number = count_nothing(targets, data)
+    totals = Totals(unknown(counts), total, number, jnp.zeros((), jnp.int32), jnp.zeros(()))
+    return Evaluation(jax.tree.map(unknown, table), totals)
 
 
 def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
@@ -399,7 +376,7 @@ def merge(found: Evaluation, more: Evaluation, first: Any) -> Evaluation:
     )
 
 
-def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
+def finalize(targets: Targets, tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     """Returns one evaluation's metrics from the results of all its parts: a dict
     of JAX's or of NumPy's arrays.
 
@@ -412,29 +389,23 @@ def finalize(tested: Tested, num_models: int, num_concepts: int = 0) -> dict:
     """
     index, (clients, totals), concept, train_size, _ = tested
     xp, has_model = index.__array_namespace__(), index >= 0
-    if isinstance(clients, metrics.ClientMetrics):
-        row = metrics.summarize_clients(clients, totals.classes)
-    else:
-        row = targets.summarize_targets(clients)
-    score = find_score(row)
+    row, score = targets.summarize(clients, totals.classes), targets.score
     row["test_loss"] = row.pop("loss")
     numbers = xp.where(has_model, index, num_models)
-    row["group_sizes"] = metrics.bincount(numbers, num_models + 1)[:num_models]
+    row["group_sizes"] = bincount(numbers, num_models + 1)[:num_models]
     row["groups"] = (row["group_sizes"] > 0).sum()
-    scores = clients.by_group(index, num_models)
+    scores = targets.by_group(clients, index, num_models)
     row["group_loss"] = scores.pop("loss")
     row |= {f"group_{name}": values for name, values in scores.items()}
     if num_concepts:
-        scores = clients.by_group(concept, num_concepts)
+        scores = targets.by_group(clients, concept, num_concepts)
         row |= {f"concept_{name}": scores[name] for name in scores if name != "loss"}
-    row["ari"] = metrics.ari(index, concept, has_model)
+    row["ari"] = ari(index, concept, has_model)
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
     row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
-    samples = totals.auxiliary_samples
-    auxiliary = xp.where(samples > 0, totals.auxiliary_right / samples.clip(1), xp.nan)
-    root = isinstance(clients, targets.ErrorMetrics)
-    row[f"auxiliary_{score.name}"] = xp.sqrt(auxiliary) if root else auxiliary
+    auxiliary = targets.rate(totals.auxiliary_sum, totals.auxiliary_number)
+    row[f"auxiliary_{score.name}"] = auxiliary
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
-from fedjax_cfl.data.federated import describe_targets
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate, host_rows, memory
@@ -33,6 +32,7 @@ from fedjax_cfl.simulation.rounds import (
     run_round,
 )
 from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import check_arguments
 
@@ -64,19 +64,30 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
 
 def check_targets(task: Task, data: FederatedData) -> None:
     """Raises InputError unless y are what the task is about."""
-    targets, said = task.targets, f"data: y are {describe_targets(data)}; give as_task "
-    if data.num_classes:
-        if targets is not None:
-            raise InputError(f"{said}num_classes={data.num_classes}")
-    elif targets is None or targets.labels != (data.y.ndim > 1):
-        kind = "regression" if data.y.ndim == 1 else "multilabel"
-        raise InputError(f"{said}num_classes=0, targets=cfl.models.{kind}()")
-    elif targets.labels:
-        x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
-        params = jax.eval_shape(task.init, jax.random.key(0))
-        outputs = jax.eval_shape(task.predict, params, x).shape[1]
-        if outputs != data.y.shape[1]:
-            raise InputError(f"{said}a model with as many outputs, not {outputs}")
+    kind, count = kind_of(data), count_outputs(data)
+    said = f"data: y are {kind.describe(data)}; give as_task num_classes={data.num_classes}"
+    if task.targets.name != kind.name:
+        targets = f", targets=cfl.models.{kind.name}()" if kind.settings else ""
+        raise InputError(said + targets)
+    x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
+    params = jax.eval_shape(task.init, jax.random.key(0))
+    outputs = jax.eval_shape(task.predict, params, x).shape[1]
+    if outputs != count:
+        raise InputError(f"{said} and a model of {count} outputs, not {outputs}")
+
+
+def check_models(algorithm: Algorithm, task: Task, state: State) -> None:
+    """Raises InputError where models of the algorithm, whose `state` has shapes, have other
+    parameters than those of the task, with which they are tested.
+    """
+    models = jax.eval_shape(algorithm.serve, state).models
+    expected = jax.eval_shape(task.init, jax.random.key(0))
+    served = jax.tree.map(lambda leaf: leaf.shape[1:], models)
+    if served != jax.tree.map(lambda leaf: leaf.shape, expected):
+        raise InputError(
+            "task: the algorithm's models have other parameters; give the task that the algorithm"
+            " was made with"
+        )
 
 
 def check_without_classes(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
@@ -84,7 +95,7 @@ def check_without_classes(algorithm: Algorithm, drift: Drift, data: FederatedDat
     says so while it is traced. The command line asks before the run has a directory; from Python
     it is said when the run is compiled.
     """
-    if data.num_classes or prefetch.is_on_host(data):
+    if kind_of(data) is CLASSIFICATION or prefetch.is_on_host(data):
         return
 
     def go(key: Key, data: FederatedData) -> Any:
@@ -123,6 +134,7 @@ class Program(NamedTuple):
     """
 
     algorithm: Algorithm  # of any member
+    targets: Targets  # of all members
     data: list[FederatedData]  # of each member
     shapes: list[Carry]  # of each member's carry alone
     places: list[tuple[int, ...]]  # of each member; () of a run alone
@@ -159,14 +171,15 @@ def compile_run(
     functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
     given = sharding.replicate(values, mesh), key
     compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh)
-    return Program(algorithm, [data], [compiled.shapes], [()], feed.train_blocks, compiled)
+    shapes, blocks = [compiled.shapes], feed.train_blocks
+    return Program(algorithm, task.targets, [data], shapes, [()], blocks, compiled)
 
 
-def init_evaluation(feed: Any, mesh: Mesh) -> Any:
+def init_evaluation(targets: Targets, feed: Any, mesh: Mesh) -> Any:
     """Returns what tests begin with: nothing, where there is one part of the test data."""
     if not feed.on_host:
         return None
-    return sharding.replicate(evaluate.empty(feed.data), mesh)
+    return sharding.replicate(evaluate.empty(targets, feed.data), mesh)
 
 
 def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: Mesh) -> Carry:
@@ -222,7 +235,7 @@ def place_carry(shapes: Carry) -> Carry:
 
 
 def lower_programs(
-    functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh
+    functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh, task: Task
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Yields (name, program) of begin, train and test, each traced when the caller asks for the
     next. Of the arguments only shapes, types and shardings count.
@@ -236,13 +249,14 @@ def lower_programs(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[before[0].round.ndim :], leaf.dtype), before[0]
     )
     evaluate.check_received(algorithm, one)
+    check_models(algorithm, task, one)
     places = place_carry(carry_shapes(algorithm, before, mesh))
     yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
     shapes = find_shapes(algorithm, before, feed, "train", mesh)
     results = (*place_carry(shapes), whole)
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
     yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
-    found, first = init_evaluation(feed, mesh), 0 if feed.on_host else None
+    found, first = init_evaluation(task.targets, feed, mesh), 0 if feed.on_host else None
     shapes = find_shapes(algorithm, before, feed, "test", mesh)
     step = jax.jit(test, out_shardings=whole)
     yield "test", step.lower(*given, feed.shapes("test"), *shapes, found, first)
@@ -267,9 +281,9 @@ def compile_functions(
     """
     began = time.perf_counter()
     quick, training = compiler_options(mesh), compiler_options(mesh, task)
-    lowered, futures, nothing = {}, {}, init_evaluation(feed, mesh)
+    lowered, futures, nothing = {}, {}, init_evaluation(task.targets, feed, mesh)
     with count_cache_hits() as hits, parallel_compiler() as compiled:
-        for name, program in lower_programs(functions, algorithm, given, feed, mesh):
+        for name, program in lower_programs(functions, algorithm, given, feed, mesh, task):
             lowered[name] = program
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)

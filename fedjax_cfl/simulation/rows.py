@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from fedjax_cfl.errors import NonFiniteUpdate, RunError
-from fedjax_cfl.scores import find_score
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.program import Program
 from fedjax_cfl.simulation.rounds import Plan
@@ -52,27 +51,28 @@ def make_row(
     raise_if_nonfinite(algorithm, state.groups, done, infos)
     num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
     check_groups_exist(done, tested.index, num_models)
-    found = evaluate.finalize(tested, num_models, count_concepts(program.data[member]))
+    targets, concepts = program.targets, count_concepts(program.data[member])
+    found = evaluate.finalize(targets, tested, num_models, concepts)
     part = algorithm.sent_part(state.groups) if algorithm.sent_part else state.groups
     row = metrics_row(done, sent, clock_ms, part, infos, found, counters)
-    score = find_score(row)
-    for name in score.beside:
+    for name in targets.score.beside:
         row.setdefault(name, None)  # of true groups that are not known
-    seen = score_validation(tested, num_models, score.name)
+    seen = score_validation(program, tested, num_models)
     if algorithm.clustered and discards_accuracy(
         plan.discard, row, int(infos.selected.max()), program.data[member].num_clients
     ):
-        row[score.name] = None
+        row[targets.score.name] = None
         seen = dict.fromkeys(seen)
     return row | seen
 
 
-def score_validation(tested: evaluate.Tested, num_models: int, name: str) -> dict[str, Any]:
-    """Returns the scores, of this `name`, on the samples to choose a round by; {} without any."""
+def score_validation(program: Program, tested: evaluate.Tested, num_models: int) -> dict[str, Any]:
+    """Returns the scores on the samples to choose a round by; {} without any."""
     if tested.validation is None:
         return {}
     apart = tested._replace(evaluation=tested.validation, validation=None)
-    seen = evaluate.finalize(apart, num_models)
+    seen = evaluate.finalize(program.targets, apart, num_models)
+    name = program.targets.score.name
     return {f"validation_{part}{name}": seen[part + name].tolist() for part in ("", "macro_")}
 
 

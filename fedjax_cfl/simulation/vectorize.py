@@ -128,7 +128,7 @@ def compile_members(
         for s, key in enumerate(keys)
     ]
     data, shapes = [own[s % len(own)] for s, _ in places], [alone[s] for s, _ in places]
-    return Program(algorithm, data, shapes, places, feed.train_blocks, compiled)
+    return Program(algorithm, task.targets, data, shapes, places, feed.train_blocks, compiled)
 
 
 @contextlib.contextmanager

@@ -89,7 +89,7 @@ def flip_labels(faults: Faults, attackers: jax.Array, data: FederatedData) -> Fe
     """Returns the data that clients train on: with label_flip, attackers [K] see C - 1 - y."""
     if not faults.byzantine or faults.attack != "label_flip":
         return data
-    check_classes(data.num_classes, "faults.attack=label_flip", "use sign_flip or noise")
+    check_classes(data, "faults.attack=label_flip", "use sign_flip or noise")
     of_attackers = (data.owner >= 0) & attackers[data.owner]
     return data.replace(y=jnp.where(of_attackers, data.num_classes - 1 - data.y, data.y))
 

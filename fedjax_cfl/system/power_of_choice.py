@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import CohortFn, client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.objective import check_selection_model, output_loss, training_loss
+from fedjax_cfl.client.objective import check_selection_model, training_loss
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.reports import make_bill
@@ -39,7 +39,7 @@ def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
         owner = jnp.full(batch, client)
 
         def loss(model):
-            return output_loss(task, task.predict(model, x, owner), y).mean()
+            return task.targets.loss_value(task.predict(model, x, owner), y).mean()
 
         return jax.vmap(loss)(models)
 

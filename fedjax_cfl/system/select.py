@@ -213,7 +213,7 @@ def nearest_to_center(
     check_arguments(nearest_to_center, locals())
 
     def score(key: Key, state: State, data: FederatedData) -> jax.Array:
-        check_classes(data.num_classes, "selection=nearest", "use selection=by_group")
+        check_classes(data, "selection=nearest", "use selection=by_group")
         counts = train_label_counts(data)
         size, shares = counts.sum(axis=1), to_shares(counts)
         own = groups_of(state)

@@ -90,7 +90,7 @@ def with_class_counts(start_models: StartFn, words: int) -> StartFn:
     def start(key: Key, data: FederatedData) -> Start:
         initial = start_models(key, data)
         assert initial.report is not None  # the traffic of the first models
-        check_classes(data.num_classes, "algorithm=fesem_ma", "use algorithm=fesem")
+        check_classes(data, "algorithm=fesem_ma", "use algorithm=fesem")
         counts = train_label_counts(data)
         rows = {MODELS: initial.rows[MODELS].replace(counts=counts)}
         sent = make_bill(words_up=jnp.full(len(counts), counts[0].size * words))

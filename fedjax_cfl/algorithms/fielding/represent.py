@@ -15,7 +15,6 @@ from jax.tree_util import Partial
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop, map_result
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
@@ -23,6 +22,7 @@ from fedjax_cfl.data.perturb import draw_false_orders, report_falsely
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_bill, no_bill
+from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Bill, FederatedData, Key, Task
 from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
@@ -62,7 +62,7 @@ def label_shares(task: Task, local: Local) -> Representation:
     """
 
     def init(key: Key, data: FederatedData) -> tuple[()]:
-        check_classes(data.num_classes, "represent=labels", OTHERS)
+        check_classes(data, "represent=labels", OTHERS)
         return ()
 
     return Representation(
@@ -263,7 +263,7 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
     """Returns (rows, weight) [C * count] of random visible training samples of each class,
     weight 0 where a class has fewer.
     """
-    check_classes(data.num_classes, "represent=embedding", OTHERS)
+    check_classes(data, "represent=embedding", OTHERS)
     rows = data.train.order
     held = data.owner[rows] >= 0
     draws = jax.random.uniform(key, rows.shape)

@@ -163,9 +163,7 @@ def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privac
     """Starts from the `models` of another start; every client is in a random group."""
 
     def start(key: Key, data: FederatedData) -> Start:
-        check_classes(
-            data.num_classes, "algorithm=md_icfl", "use another algorithm, as ifca or flexcfl"
-        )
+        check_classes(data, "algorithm=md_icfl", "use another algorithm, as ifca or flexcfl")
         groups = models(key, data).groups
         keys = jax.random.split(jax.random.fold_in(key, m))
         assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)

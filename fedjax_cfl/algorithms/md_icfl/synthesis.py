@@ -20,8 +20,8 @@ import optax
 from fedjax_cfl.client.cohort import run_clients
 from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.objective import cross_entropy
 from fedjax_cfl.sharding import over_devices
+from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import squared_leaf_norms, take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task
 from fedjax_cfl.validation import (
