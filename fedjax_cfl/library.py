@@ -15,11 +15,12 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
-from fedjax_cfl.data.scaling import Scaling
+from fedjax_cfl.data.scaling import Scaling, check_scaling
 from fedjax_cfl.errors import FinishedRun, InputError
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import driver
 from fedjax_cfl.simulation.driver import Result, Snapshot
+from fedjax_cfl.simulation.program import check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
@@ -144,6 +145,8 @@ def _run_in_dir(
     from fedjax_cfl.runs.session import train_in_dir, write_settings
     from fedjax_cfl.simulation.compiler import use_compile_cache
 
+    check_data(setup.algorithm, setup.task, setup.drift, setup.data)
+    check_scaling(setup.scaling, setup.data)
     use_compile_cache()
     run_dir = run_dir.expanduser().absolute()
     own = make_settings(setup, plan, key, given)

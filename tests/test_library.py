@@ -26,6 +26,7 @@ from fedjax_cfl.simulation.rows import count_concepts
 
 KEY = jax.random.key(5)
 UNSCALED = Scaling(np.zeros((1, 5), np.float32), np.ones((1, 5), np.float32))
+OF_TWO = Scaling(np.zeros((3, 5), np.float32), np.ones((3, 5), np.float32))  # of two clients
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,8 @@ def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch
     [
         ({"settings": {"m": 2}}, "settings: are written to a run_dir"),
         ({"scaling": UNSCALED}, "scaling: is kept in a run_dir"),
+        ({"run_dir": "a", "scaling": "pool"}, "scaling='pool': must be what standardize returned"),
+        ({"run_dir": "a", "scaling": OF_TWO}, "of shape \\(3, 5\\): must be what standardize"),
         ({"run_dir": "a", "on_row": lambda row, where: None}, "on_row: goes without run_dir"),
         ({"run_dir": "a", "settings": {"algorithm": 3}}, r"settings\['algorithm'\]=3"),
         ({"run_dir": "a", "settings": {"m": "x\ny"}}, r"settings\['m'\]"),
@@ -193,6 +196,16 @@ def test_what_cannot_be_is_refused(given, said, ifca, linear, toy, tmp_path, mon
     with pytest.raises(InputError, match=said):
         cfl.run(ifca, linear, toy, KEY, rounds=1, **given)
     assert not list(tmp_path.iterdir())
+
+
+def test_parts_of_other_tasks_are_refused(ifca, mlp, toy, tmp_path):
+    """A method made with another model, and a model of more classes than there are."""
+    given = {"rounds": 1, "run_dir": tmp_path / "a", "verbose": False}
+    with pytest.raises(InputError, match="the algorithm's models have other parameters"):
+        cfl.run(ifca, mlp, toy, KEY, **given)
+    more = cfl.as_task(cfl.models.MCLR(toy.num_classes + 1), toy.x.shape[1:], toy.num_classes + 1)
+    with pytest.raises(InputError, match=f"a model of {toy.num_classes} outputs, not"):
+        cfl.run(ifca, more, toy, KEY, **given)
 
 
 def test_what_python_does_not_say_is_as_on_the_command_line():

@@ -28,6 +28,13 @@ class Scaling(NamedTuple):
     mean: np.ndarray
     deviation: np.ndarray  # of the same type, > 0; 1 where a feature never varies
 
+    def fits(self, shape: tuple[int, ...], clients: int) -> bool:
+        """Returns whether this can be the scaling of samples of this shape, of so many clients."""
+        sizes, deviation = {(rows, *shape) for rows in (1, clients + 1)}, self.deviation
+        if self.mean.shape != deviation.shape or deviation.shape not in sizes:
+            return False
+        return bool(np.isfinite(self).all() and (deviation > 0).all())
+
     def apply(self, x: np.ndarray, client: int | np.ndarray = -1) -> np.ndarray:
         """Returns samples x [B, ...], uint8 or as exact as they are, as float32, scaled as those of
         a `client` [] or [B]; -1: by all of them.
@@ -88,6 +95,18 @@ def _exact_samples(data: FederatedData) -> np.ndarray:
     x = np.asarray(data.x)
     exact = x if data.exact is None else data.exact.x
     return exact if np.array_equal(exact.astype(x.dtype), x) else x
+
+
+def check_scaling(scaling: Scaling | None, data: FederatedData) -> None:
+    """Raises InputError for a scaling that `standardize` cannot have returned with these data."""
+    shape, clients = data.x.shape[1:], data.num_clients
+    if scaling is None or (isinstance(scaling, Scaling) and scaling.fits(shape, clients)):
+        return
+    given = repr(scaling) if not isinstance(scaling, Scaling) else f"of shape {scaling.mean.shape}"
+    raise InputError(
+        f"scaling={given}: must be what standardize returned with these data, of {clients} clients"
+        f" and samples of shape {shape}"
+    )
 
 
 def describe_scales(data: FederatedData, by: Standardize) -> str | None:

@@ -322,7 +322,9 @@ def load_run(
     settings = read_settings(run_dir)
     shape, classes, names, labels = check_facts(run_dir / FINAL, facts)
     columns = facts.get("columns") and tuple(facts["columns"])
-    check_scaling(run_dir / FINAL, final, shape)
+    scaling = final.scaling
+    if scaling is not None and not scaling.fits(shape, final.model_index.size):
+        raise InputError(f"{run_dir / FINAL}: its scaling does not fit samples of shape {shape}")
     targets, outputs = find_targets(run_dir, settings, classes, targets), labels or max(classes, 1)
     module = module or build_module(settings["model"]["module"], outputs)
     task = as_task(module, shape, classes, 0, targets)
@@ -461,22 +463,6 @@ def _check_mixture(
             raise ValueError("its label shares are not a row for each model of a mixture")
         if not (label_shares > 0).all() or not np.isfinite(label_shares).all():
             raise ValueError("its label shares are not all above 0")
-
-
-def check_scaling(folder: Path, saved: SavedModels, shape: tuple[int, ...]) -> None:
-    """Raises InputError unless what samples of this shape are standardised with is as in
-    `Scaling`.
-    """
-    scaling, clients = saved.scaling, saved.model_index.size
-    if scaling is None:
-        return
-    for part in scaling:
-        rows = part.shape[0] if part.ndim else 0
-        fits = rows in (1, clients + 1) and part.shape[1:] == shape and part.dtype.kind == "f"
-        if not fits or not np.isfinite(part).all() or part.shape != scaling.mean.shape:
-            raise InputError(f"{folder}: its scaling does not fit samples of shape {shape}")
-    if not (scaling.deviation > 0).all():
-        raise InputError(f"{folder}: its scaling has deviations that are not above 0")
 
 
 def check_weights(weights: Any, total: int) -> np.ndarray:
