@@ -404,8 +404,8 @@ def finalize(targets: Targets, tested: Tested, num_models: int, num_concepts: in
     row["mean_client_distance"] = totals.distance
     row["evaluated_clients"] = has_model.sum()
     row["groupless_clients"] = (~has_model & (train_size == 0)).sum()
-    auxiliary = targets.rate(totals.auxiliary_sum, totals.auxiliary_number)
-    row[f"auxiliary_{score.name}"] = auxiliary
+    mean_model = totals.auxiliary_sum, totals.auxiliary_number
+    row[f"auxiliary_{score.name}"] = targets.rate(*mean_model)
     scored = (clients.samples > 0).sum()
     bad = xp.where(xp.isfinite(clients.loss).any(), totals.nonfinite_models, scored)
     for name in row:

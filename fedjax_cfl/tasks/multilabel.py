@@ -17,7 +17,7 @@ from scipy.special import expit
 
 from fedjax_cfl.scores import MICRO_F1
 from fedjax_cfl.tasks import sums
-from fedjax_cfl.tasks.targets import Measure, Predictions, Targets, name_settings
+from fedjax_cfl.tasks.targets import Measure, Predictions, Targets
 
 
 class LabelMetrics(struct.PyTreeNode):
@@ -104,7 +104,7 @@ MULTILABEL = Targets(
     rate=sums.divide,
     needs="0 or 1 of each label [N, T], in a table dataset.source.y=[a,b]",
     describe=lambda data: f"{data.y.shape[1]} labels a sample",
-    settings=name_settings("multilabel"),
+    settings=(("_target_", "fedjax_cfl.models.multilabel"),),
 )
 
 

@@ -15,7 +15,7 @@ from flax import struct
 
 from fedjax_cfl.scores import RMSE
 from fedjax_cfl.tasks import sums
-from fedjax_cfl.tasks.targets import Measure, Predictions, Targets, name_settings
+from fedjax_cfl.tasks.targets import Measure, Predictions, Targets
 from fedjax_cfl.validation import PositiveFloat, check_arguments
 
 ErrorFn = Callable[[jax.Array], jax.Array]  # (outputs - y [B]) -> [B]
@@ -103,7 +103,8 @@ def regression(
     else:
         check_arguments(regression, {"loss": loss, "delta": delta}, "task")
         chosen = jnp.square if loss == "squared" else huber
-        settings = name_settings("regression", loss=loss, delta=delta)
+        target = "_target_", "fedjax_cfl.models.regression"
+        settings = target, ("loss", loss), ("delta", delta)
 
     def loss_of_error(outputs: jax.Array, y: jax.Array) -> jax.Array:
         return chosen(outputs[:, 0] - y)

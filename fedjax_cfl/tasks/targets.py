@@ -54,8 +54,3 @@ class Targets(NamedTuple):
     outputs: int | None = None  # of a model; None: as many as there are classes or labels
     # as the settings of a run name it: `_target_` and its arguments; (): they do not
     settings: tuple[tuple[str, Any], ...] = ()
-
-
-def name_settings(name: str, **values: Any) -> tuple[tuple[str, Any], ...]:
-    """Returns how the settings of a run name a task that this package makes."""
-    return (("_target_", f"fedjax_cfl.models.{name}"), *values.items())
