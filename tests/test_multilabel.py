@@ -19,8 +19,8 @@ from test_regression import compare_heads, train_two
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.datasets import csv, from_arrays, npy, npz, parquet
-from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.scores import LABEL_SCORES, MICRO_F1
+from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import ServedModels
 
 LINE = (

@@ -17,8 +17,8 @@ from fedjax_cfl.analysis.report import format_tests
 from fedjax_cfl.analysis.statistics import compute_tests
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.datasets import csv, from_arrays, leaf, npy, npz, parquet
-from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.scores import ACCURACY, RMSE
+from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.types import ServedModels
 
 LINE = (
