@@ -74,7 +74,7 @@ def begin(algorithm: cfl.Algorithm, shift, data: cfl.FederatedData) -> Side:
 
 def compare(name: str, model, data: cfl.FederatedData, mesh, rounds: int) -> None:
     """Prints one line: medians of both methods' quiet rounds and events, and their ratios."""
-    shift = stream.gradual(epsilon=0.4, window=stream.Window(rounds, PERIOD, 3 * PERIOD))
+    shift = stream.gradual(epsilon=0.4, intervals=rounds, period=PERIOD, retained=3 * PERIOD)
     data = drift.bound_client_samples(data, shift)
     task = cfl.as_task(model, (FEATURES,), CLASSES)
     local = cfl.Local(0.05, 1, 20, steps=20, execution=cfl.make_execution(mesh))

@@ -34,14 +34,13 @@ task = cfl.as_task(cfl.models.MCLR(pool.num_classes), pool.x.shape[1:], pool.num
 local = cfl.Local(lr=0.05, epochs=3, batch_size=10)
 everybody_once = cfl.select.rr_then_random(COHORT)
 common = (task, local, everybody_once)
-founders = cfl.algorithms.ColdStart(alpha=3)  # per group
 methods = {
     "FedAvg": cfl.algorithms.fedavg(*common),
     "FedProx": cfl.algorithms.fedprox(*common, mu=0.1),
     "NonFed": cfl.algorithms.nonfed(*common),
     "IFCA": cfl.algorithms.ifca(*common, m=GROUPS),
     "FeSEM": cfl.algorithms.fesem(*common, m=GROUPS),
-    "FlexCFL": cfl.algorithms.flexcfl(*common, m=GROUPS, founding=founders),
+    "FlexCFL": cfl.algorithms.flexcfl(*common, m=GROUPS, alpha=3),  # founders per group
 }
 results = {
     name: cfl.run(method, task, data, jax.random.key(0), rounds=ROUNDS, discard="none")

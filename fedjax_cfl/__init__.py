@@ -5,7 +5,8 @@ need not wait for JAX.
 """
 
 import importlib
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
@@ -137,11 +138,13 @@ def __getattr__(name: str):
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("algorithms", "models", "personal"):
-        found = importlib.import_module(f"fedjax_cfl.{name}")
+        found: Any = importlib.import_module(f"fedjax_cfl.{name}")
     else:
         home = next((room for room, names in HOMES.items() if name in names), "types")
         found = getattr(importlib.import_module(f"fedjax_cfl.{home}"), name)
-    return importlib.import_module("fedjax_cfl.signatures").tidy(found)
+    if isinstance(found, ModuleType):  # completion shows what it offers, not what it imports
+        vars(found).setdefault("__dir__", lambda: found.__all__)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -1,22 +1,25 @@
-"""What a value may be: the kinds of values, and the one line that says what is allowed.
+"""What a setting may be: the annotation of the parameter that takes it, and nothing else, says so.
 
-The range of a setting stands in the annotation of the parameter that takes it:
+    @checked("algorithm")
+    def tkm(task, local, system, *, m: PositiveInt, beta: Trim = 0.2) -> Algorithm: ...
 
-    def tkm(task, local, system, *, m: PositiveInt, beta: Trim = 0.2) -> Algorithm:
-        check_arguments(tkm, locals(), "algorithm")
-
-`check_arguments` reads it for callers from Python. The command line reads it from every
-`_target_` of a configuration, with `parameter_rules`, before anything is loaded.
+pydantic checks values by it, strictly: True is not 1, and "3" is not 3. The command line checks
+every `_target_` of a configuration by the same annotations, before anything is loaded.
 """
 
 import functools
+import inspect
 import math
+import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic_core import core_schema
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 
@@ -25,182 +28,307 @@ FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_MIN = 1.1754943508222875e-38
 INT32_MAX = 2**31 - 1
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 
 class Rule(NamedTuple):
-    """What one value may be."""
+    """What a value of an annotated type may be beyond its type: in words, and by a test."""
 
     allowed: str  # completes "must be ..."
-    holds: Callable[[Any], bool]
-    options: tuple = ()  # the values allowed, where they can be listed
-    explain: Callable[[Any], str] = lambda value: ""  # why a value that looks allowed is not
-    may_be_traced: bool = False  # an array is allowed too, so that a program can take it as input
+    holds: Callable[[Any], Any]  # false, or anything like it: it is not allowed
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        """Returns how pydantic checks it: by its type, then by the test."""
+
+        def test(value: Any) -> Any:
+            if not self.holds(value):
+                raise ValueError(self.allowed)
+            return value
+
+        return core_schema.no_info_after_validator_function(test, handler(source))
 
 
-# kinds of rules
+# ranges
 
 
-def _explain_int32(value: Any) -> str:
-    """Returns, in brackets, that int32 cannot hold a whole number."""
-    lost = isinstance(value, int) and value > INT32_MAX
-    return f" (at most {INT32_MAX}, the largest int32)" if lost else ""
-
-
-def _explain_float32(value: Any) -> str:
-    """Returns, in brackets, what float32 makes of a number that it cannot hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
-        return ""
-    if FLOAT32_MAX < abs(value) < math.inf:
-        return " (in float32, which runs compute in, this one is infinite)"
-    return " (in float32, which runs compute in, this one is 0)" if abs(value) < FLOAT32_MIN else ""
-
-
-def whole(low: int, high: int | None = None) -> Rule:
+def whole(low: int, high: int | None = None) -> Any:
     """Allows whole numbers from `low` on that int32 can hold, or from `low` to `high`."""
-    text = f"from {low} to {high}" if high is not None else f">= {low}"
-
-    def holds(value) -> bool:
-        return (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and low <= value <= (INT32_MAX if high is None else high)
-        )
-
-    rule = Rule(f"a whole number {text}", holds)
-    return rule._replace(explain=_explain_int32) if high is None else rule
+    text = f">= {low}" if high is None else f"from {low} to {high}"
+    limit = INT32_MAX if high is None else high
+    return Field(ge=low, le=limit, description=f"a whole number {text}")
 
 
-def number(text: str, inside: Callable[[float], bool]) -> Rule:
-    """Allows the numbers `inside`, which `text` describes, if they are finite and not
-    lost in float32.
-    """
-
-    def holds(value) -> bool:
-        return (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and abs(value) <= FLOAT32_MAX
-            and (value == 0 or abs(value) >= FLOAT32_MIN)
-            and inside(value)
-        )
-
-    return Rule(text, holds, explain=_explain_float32)
+def number(allowed: str, **bounds: Any) -> Any:
+    """Allows numbers within bounds of pydantic, which `allowed` describes."""
+    return Field(description=allowed, **bounds)
 
 
-def one_of(*options) -> Rule:
-    """Allows the given values."""
-    text = "one of " + ", ".join(map(str, options))
-    return Rule(text, lambda value: value in options, options)
+PositiveInt = TypeAliasType("PositiveInt", Annotated[int, whole(1)])
+NaturalInt = TypeAliasType("NaturalInt", Annotated[int, whole(0)])
+Epochs = TypeAliasType("Epochs", Annotated[int, whole(1, 100_000)])
+# more is a typing error, which should not fill the memory
+Count = TypeAliasType("Count", Annotated[int, whole(1, 10_000_000)])
+Seed = TypeAliasType("Seed", Annotated[int, whole(0, INT32_MAX)])
+PositiveFloat = TypeAliasType(
+    "PositiveFloat", Annotated[float, number("a finite number > 0", gt=0)]
+)
+NonNegativeFloat = TypeAliasType(
+    "NonNegativeFloat", Annotated[float, number("a finite number >= 0", ge=0)]
+)
+FiniteFloat = TypeAliasType("FiniteFloat", Annotated[float, number("a finite number")])
+Fraction = TypeAliasType(
+    "Fraction", Annotated[float, number("a number between 0 and 1", ge=0, le=1)]
+)
+BelowOne = TypeAliasType(
+    "BelowOne", Annotated[float, number("a number from 0 to below 1", ge=0, lt=1)]
+)
+FromOne = TypeAliasType("FromOne", Annotated[float, number("a number >= 1", ge=1)])
+FromMinusOne = TypeAliasType("FromMinusOne", Annotated[float, number("a number >= -1", ge=-1)])
+Trim = TypeAliasType(
+    "Trim", Annotated[float, number("a number from 0 to 0.5 (the median)", ge=0, le=0.5)]
+)
+Text = TypeAliasType("Text", Annotated[str, Field(min_length=1)])
+OptionalText = TypeAliasType("OptionalText", Text | None)
+OptionalTexts = TypeAliasType("OptionalTexts", list[Text] | None)
 
 
-def each(rule: Rule) -> Rule:
-    """Allows lists of what a rule allows."""
-
-    def holds(value) -> bool:
-        return isinstance(value, list | tuple) and all(map(rule.holds, value))
-
-    return Rule(f"a list, each of it {rule.allowed}", holds)
-
-
-def or_none(rule: Rule) -> Rule:
-    """Allows None as well, which the command line writes null."""
-    return rule._replace(
-        allowed=f"null or {rule.allowed}", holds=lambda value: value is None or rule.holds(value)
-    )
+def _fit_float32(value: float) -> float:
+    """Returns a number that float32 holds. Raises ValueError, which says what it makes of it."""
+    if FLOAT32_MAX < abs(value) < math.inf:
+        raise ValueError("in float32, which runs compute in, this one is infinite")
+    if value and abs(value) < FLOAT32_MIN:
+        raise ValueError("in float32, which runs compute in, this one is 0")
+    return value
 
 
-# ready kinds, for annotations; `PositiveInt | None` allows None, `Literal["a", "b"]` names choices
-
-PositiveInt = Annotated[int, whole(1)]
-NaturalInt = Annotated[int, whole(0)]
-Epochs = Annotated[int, whole(1, 100_000)]
-COUNT = whole(1, 10_000_000)  # more is a typing error, which should not fill the memory
-Count = Annotated[int, COUNT]
-Seed = Annotated[int, whole(0, INT32_MAX)]
-PositiveFloat = Annotated[float, number("a finite number > 0", lambda value: value > 0)]
-NonNegativeFloat = Annotated[float, number("a finite number >= 0", lambda value: value >= 0)]
-FiniteFloat = Annotated[float, number("a finite number", lambda value: True)]
-Fraction = Annotated[float, number("a number between 0 and 1", lambda value: 0 <= value <= 1)]
-BelowOne = Annotated[float, number("a number from 0 to below 1", lambda value: 0 <= value < 1)]
-FromOne = Annotated[float, number("a number >= 1", lambda value: value >= 1)]
-FromMinusOne = Annotated[float, number("a number >= -1", lambda value: value >= -1)]
-Trim = Annotated[
-    float, number("a number from 0 to 0.5 (the median)", lambda value: 0 <= value <= 0.5)
-]
-
-FLAG = Rule("true or false", lambda value: isinstance(value, bool))
-TEXT = Rule("text", lambda value: isinstance(value, str) and bool(value))
-OptionalText = Annotated[str | None, or_none(TEXT)]
-OptionalTexts = Annotated[list[str] | None, or_none(each(TEXT))]
-LIST = Rule("a list, as [1,2]", lambda value: isinstance(value, list))
-ANYTHING = Rule("anything", lambda value: True)
+# how pydantic checks what Python has for single values
+SCALARS: dict[Any, Any] = {
+    bool: Annotated[bool, Field(strict=True, description="true or false")],
+    int: Annotated[int, Field(strict=True, description="a whole number")],
+    float: Annotated[
+        float,
+        Field(strict=True, allow_inf_nan=False, description="a finite number"),
+        AfterValidator(_fit_float32),
+    ],
+    str: Annotated[str, Field(strict=True, description="text")],
+    type(None): None,
+}
+UNIONS: Any = (typing.Union, types.UnionType)
+LISTS: Any = (tuple, list, Sequence)
 
 
-# checks
+# reading annotations
 
 
-def rule_of(annotation: Any) -> Rule | None:
-    """Returns the rule that an annotation carries, or None."""
-    origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Annotated:
-        return next((part for part in parts[1:] if isinstance(part, Rule)), None)
-    if origin is typing.Literal:
-        return one_of(*parts)
-    if origin is tuple and parts[-1] is Ellipsis:
-        rule = rule_of(parts[0])
-        return rule and each(rule)
-    if origin in (typing.Union, types.UnionType):
-        rules = [rule for rule in map(rule_of, parts) if rule]
-        if len(rules) == 1:
-            rule = or_none(rules[0]) if type(None) in parts else rules[0]
-            # by its module: --help needs the rules, but not JAX
-            traced = any(part.__module__.partition(".")[0] == "jax" for part in parts)
-            return rule._replace(may_be_traced=traced)
-    return None
+class Setting(NamedTuple):
+    """What one parameter may be."""
+
+    kind: Any  # the plain values of its annotation, as pydantic checks them
+    takes_objects: bool = False  # other objects are allowed as well: arrays, functions
+    takes_arrays: bool = False  # arrays of JAX are: a program can take them as inputs
+
+    def check(self, name: str, value: Any) -> Any:
+        """Returns a value as its annotation has it: a tuple for a list, a float for a whole number.
+        Raises InputError, which names the setting, for one that is not allowed.
+        """
+        value = value.item() if _is_numpy_scalar(value) else value
+        if self.takes_objects and not _is_plain(value):
+            return value
+        try:
+            if hasattr(value, "dtype"):
+                raise TypeError("an array")
+            return _adapter(self.kind).validate_python(value)
+        except (TypeError, ValidationError) as error:
+            allowed = describe(self.kind)
+            near = suggest_nearest(value, map(str, options_of(self.kind)))
+            raise InputError(
+                f"{name}={format_value(value)}: must be {allowed}{near}{_explain(error)}"
+            ) from None
 
 
 @functools.cache
-def parameter_rules(function: Callable) -> Mapping[str, Rule]:
-    """Returns the rule of every parameter of a function, or field of a class, whose
-    annotation carries one.
+def _adapter(kind: Any) -> TypeAdapter:
+    return TypeAdapter(kind)
+
+
+def _is_numpy_scalar(value: Any) -> bool:
+    return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
+
+
+def _is_plain(value: Any) -> bool:
+    """Returns whether a value is one that a command line can give."""
+    plain = isinstance(value, bool | int | float | str | list | tuple | types.NoneType)
+    return plain and not hasattr(value, "_fields")
+
+
+def _explain(error: Exception) -> str:
+    """Returns, in brackets, why a number that looks allowed is not."""
+    for each in error.errors() if isinstance(error, ValidationError) else ():
+        context = each.get("ctx", {})
+        if context.get("le") == INT32_MAX and context.get("le") is not None:
+            return f" (at most {INT32_MAX}, the largest int32)"
+        if "float32" in str(context.get("error", "")):
+            return f" ({context['error']})"
+    return ""
+
+
+def list_members(hint: Any) -> Iterator[Any]:
+    """Yields the members of an annotation that is a union, or itself."""
+    if (value := getattr(hint, "__value__", None)) is not None:  # a named alias
+        yield from list_members(value)
+    elif typing.get_origin(hint) in UNIONS:
+        for part in typing.get_args(hint):
+            yield from list_members(part)
+    else:
+        yield hint
+
+
+def read_plain(hint: Any) -> Any:
+    """Returns one member of an annotation as pydantic checks plain values by it, ... if it is
+    about other objects.
+    """
+    if hint in SCALARS:
+        return SCALARS[hint]
+    origin: Any = typing.get_origin(hint)
+    parts = typing.get_args(hint)
+    if origin is Annotated:
+        inner = read_kind(parts[0])
+        return inner if inner is ... else Annotated[(inner, *parts[1:])]
+    if origin is Literal:
+        return hint
+    if origin in LISTS:
+        inside = tuple(part if part is ... else read_kind(part) for part in parts)
+        objects = inside.count(...) > parts.count(...)
+        return ... if objects or not parts else origin[inside]
+    return ...
+
+
+def read_kind(hint: Any) -> Any:
+    """Returns the plain values of an annotation as pydantic checks them, ... if it has none."""
+    kinds = [kind for kind in map(read_plain, list_members(hint)) if kind is not ...]
+    if SCALARS[float] in kinds:  # which takes whole numbers as well
+        kinds = [kind for kind in kinds if kind not in (SCALARS[int], SCALARS[bool])]
+    if all(kind is None for kind in kinds):
+        return ...
+    return functools.reduce(operator.or_, kinds)
+
+
+def read_setting(hint: Any) -> Setting | None:
+    """Returns what an annotation allows, None if it is not about plain values."""
+    if (kind := read_kind(hint)) is ...:
+        return None
+    objects = [member for member in list_members(hint) if read_plain(member) is ...]
+    # by its module: --help needs the settings, but not JAX
+    arrays = any(part.__module__.partition(".")[0] == "jax" for part in objects)
+    return Setting(kind, bool(objects), arrays)
+
+
+@functools.cache
+def read_settings(function: Callable) -> Mapping[str, Setting]:
+    """Returns what every parameter of a function, or field of a class, may be whose annotation
+    is about plain values.
     """
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError):  # names that only a type checker sees, or no function at all
         hints = getattr(function, "__annotations__", {})
-    found = {name: rule_of(hint) for name, hint in hints.items() if name != "return"}
-    return {name: rule for name, rule in found.items() if rule}
+    found = {name: read_setting(hint) for name, hint in hints.items() if name != "return"}
+    return {name: setting for name, setting in found.items() if setting}
 
 
-def check_arguments(function: Callable, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raises InputError for the first of `values` that the annotation of `function`'s
-    parameter of that name does not allow.
+# words
+
+
+def describe(kind: Any) -> str:
+    """Returns what is allowed in words that complete "must be ..."."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if kind in (None, types.NoneType):
+        return "null"
+    if origin is Annotated:
+        said = [getattr(part, "allowed", getattr(part, "description", None)) for part in parts[1:]]
+        return next(filter(None, reversed(said)), "") or describe(parts[0])
+    if origin is Literal:
+        return "one of " * (len(parts) > 1) + ", ".join(map(str, parts))
+    if origin in UNIONS:
+        return " or ".join(
+            map(describe, sorted(parts, key=lambda part: part is not types.NoneType))
+        )
+    return f"a list, each of it {describe(parts[0])}"
+
+
+def options_of(kind: Any) -> list[Any]:
+    """Returns the values that are allowed by name."""
+    parts = typing.get_args(kind)
+    if typing.get_origin(kind) is Literal:
+        return list(parts)
+    unions = typing.get_origin(kind) in UNIONS
+    return [option for part in parts for option in options_of(part)] if unions else []
+
+
+def format_value(value: Any) -> str:
+    """Returns a value as the command line writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)
+
+
+# checks
+
+
+def check_value(name: str, value: Any, hint: Any) -> Any:
+    """Returns a value as an annotation has it. Raises InputError for one that it does not allow."""
+    setting = read_setting(hint)
+    return value if setting is None else setting.check(name, value)
+
+
+def check_settings(
+    function: Callable, values: Mapping[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """Returns `values`, those as their annotations have them that are of a parameter of the
+    function, or a field of the class. Raises InputError for the first that is not allowed.
 
     `prefix` is what the message calls the owner: `m` of "algorithm" is algorithm.m.
-    Arrays with axes or of JAX, traced ones among them, and values without a rule are not looked
-    at.
     """
-    for name, rule in parameter_rules(function).items():
-        value = values.get(name)
-        if name in values and (_is_numpy_scalar(value) or not hasattr(value, "dtype")):
-            check_value(f"{prefix}.{name}" if prefix else name, value, rule)
+    checked = dict(values)
+    for name, setting in read_settings(function).items():
+        if name in values:
+            checked[name] = setting.check(f"{prefix}.{name}" if prefix else name, values[name])
+    return checked
 
 
-def check_value(name: str, value: Any, rule: Rule) -> None:
-    """Raises InputError for a value that a rule does not allow."""
-    value = value.item() if _is_numpy_scalar(value) else value
-    if not rule.holds(value):
-        near = suggest_nearest(value, map(str, rule.options)) if rule.options else ""
-        said = f"{rule.allowed}{near}{rule.explain(value)}"
-        raise InputError(f"{name}={format_value(value)}: must be {said}")
+def checked(prefix: str = "") -> Callable[[Function], Function]:
+    """Returns a decorator of functions whose arguments are checked by their annotations, see
+    `check_settings`.
+    """
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def call(*args, **options):
+            try:
+                bound = _signature(function).bind(*args, **options)
+            except TypeError:
+                return function(*args, **options)  # which says it better
+            bound.arguments = check_settings(function, bound.arguments, prefix)
+            return function(*bound.args, **bound.kwargs)
+
+        return typing.cast(Function, call)
+
+    return decorate
+
+
+_signature = functools.cache(inspect.signature)
+
+
+def pick(choice: Any, **options: Any) -> Any:
+    """Returns what a setting names: the option of this name, or the function itself that a
+    caller from Python gave.
+    """
+    return options[choice] if isinstance(choice, str) else choice
 
 
 def is_number(value: Any) -> bool:
     """Returns whether this is a Python number, and not an input of a compiled program."""
     return isinstance(value, int | float)
-
-
-def _is_numpy_scalar(value: Any) -> bool:
-    return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
 
 
 def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -210,10 +338,3 @@ def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from flatten_settings(value, f"{path}{name}.")
         else:
             yield f"{path}{name}", value
-
-
-def format_value(value: Any) -> str:
-    """Returns a value as the command line writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

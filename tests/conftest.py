@@ -39,7 +39,6 @@ import numpy as np
 import pytest
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
@@ -170,7 +169,7 @@ def others_nightly(values, often):
 
 def build(factory, task, local, select, **settings):
     """Returns the method that a factory makes of flat settings, named as in conf/algorithm."""
-    return factory(task, local, select, **name_arguments(factory, settings))
+    return factory(task, local, select, **settings)
 
 
 def ledger(traffic):

@@ -228,7 +228,7 @@ def test_changed_data_are_sent_again(toy, linear, local):
 @pytest.mark.nightly
 def test_the_pool_has_what_clients_hold_now(toy):
     """Also where a stream shows a part of what they ever hold."""
-    moving = stream.gradual(window=stream.Window(intervals=6, period=1, retained=2))
+    moving = stream.gradual(intervals=6, period=1, retained=2)
     data, memory = jax.jit(moving.init)(KEY, toy)
     for round in range(3):
         data, memory, _ = jax.jit(moving.apply)(KEY, round, data, memory, toy.shifted)

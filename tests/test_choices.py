@@ -12,20 +12,23 @@ from conftest import nightly
 from omegaconf import OmegaConf
 from test_contract import ALGORITHMS, build
 
-from fedjax_cfl.cli.choices import CHOICES
 from fedjax_cfl.cli.names import GRID_SETTINGS
 from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.cli.settings import resolve_target
+from fedjax_cfl.validation import options_of, read_settings
 
 __all__ = ["build"]
-FACTORIES = {factory.__name__: tables for factory, tables in CHOICES.items()}
+NEEDS_ANOTHER = {"ward"}  # which metric=L2 goes with
 
 
 def list_other_names(method):
     """Yields (setting, name) for all but the defaults, which test_contract.py runs."""
-    given = OmegaConf.load(CONF / "algorithm" / f"{method}.yaml")
-    for setting, names in FACTORIES.get(method, {}).items():
-        for name in names:
-            if setting in given and name != OmegaConf.to_container(given)[setting]:
+    given = OmegaConf.to_container(OmegaConf.load(CONF / "algorithm" / f"{method}.yaml"))
+    if "_target_" not in given:  # settings of another method
+        return
+    for setting, allowed in read_settings(resolve_target("algorithm", given["_target_"])).items():
+        for name in options_of(allowed.kind):
+            if setting in given and name not in {given[setting], *NEEDS_ANOTHER}:
                 yield setting, name
 
 

@@ -127,7 +127,7 @@ REFUSED = {
     "algorithm.mix=norm": "algorithm.mix=norm: 'normalized'",
     "algorithm.group_start=x": "algorithm.group_start=x: pretrained",
     "algorithm.pretrain=iters:x": "algorithm.pretrain=iters:x: epochs:E",
-    "algorithm.pretrain=50": "algorithm.pretrain=50: text",
+    "algorithm.pretrain=50": "algorithm.pretrain=50: iters:N",
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
     "algorithm=ifca algorithm.aggregate=median": "algorithm.aggregate=median: uniform, samples",
     "algorithm.detector=eq9": "algorithm.detector=eq9: tv, label_w1",

@@ -180,24 +180,21 @@ def test_a_clock_does_not_stop_short_of_a_return():
 def test_intervals_that_cannot_be_are_refused_in_one_line(tmp_path, text, repeat, said):
     path = tmp_path / "online.csv"
     path.write_text(text)
-    given = availability.Availability(str(path), repeat)
     with pytest.raises(InputError, match=said) as error:
-        device_clock.fedscale_clock(CohortSizes(3, 5, 3), online=given)
+        device_clock.fedscale_clock(CohortSizes(3, 5, 3), availability=str(path), repeat=repeat)
     assert "\n" not in str(error.value)
 
 
 def test_a_period_without_a_table_is_refused():
     with pytest.raises(InputError, match=r"clock.repeat=3.0: needs a table, clock.availability"):
-        device_clock.fedscale_clock(
-            CohortSizes(3, 5, 3), online=availability.Availability(None, 3.0)
-        )
+        device_clock.fedscale_clock(CohortSizes(3, 5, 3), repeat=3.0)
 
 
 def test_clients_of_a_table_serve_all(tmp_path):
     """Client 1 has no line; clients 2 and 3 have those of 0 and 1."""
     (tmp_path / "online.csv").write_text("client,begin,end\n2,5,10\n0,0,4\n2,1,2\n")
-    given = availability.Availability(str(tmp_path / "online.csv"), 20.0)
-    clock = device_clock.fedscale_clock(CohortSizes(5, 5, 3), online=given)
+    path = str(tmp_path / "online.csv")
+    clock = device_clock.fedscale_clock(CohortSizes(5, 5, 3), availability=path, repeat=20.0)
     found = at_once(clock.presence, jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
     np.testing.assert_allclose(found.stay, [0, 0, 3.5, 0, 0], rtol=1e-6)
     np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)

@@ -285,7 +285,7 @@ def test_held_out_samples_are_a_fifth_and_the_others_are_trained_on(toy):
 @pytest.mark.nightly
 def test_clients_of_a_stream_hold_out_samples_of_their_own(toy):
     """Hidden samples stay behind those that are shown, in both parts."""
-    shift = stream.bucket(stream.Window(intervals=6, period=1, retained=2))
+    shift = stream.bucket(intervals=6, period=1, retained=2)
     data, memory = jax.jit(shift.init)(jax.random.key(1), toy)
     met = jnp.ones(toy.num_clients, bool)
     now, _, _ = jax.jit(shift.apply)(jax.random.key(1), 0, data, memory, met)

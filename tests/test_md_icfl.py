@@ -12,8 +12,6 @@ from test_synthesis import TURNS, reader, rotated, softmax, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.md_icfl.md_icfl import (
-    STRONG,
-    WEAK,
     class_distances,
     copy_largest,
     md_icfl,
@@ -27,7 +25,6 @@ from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.keys import REGROUP, derive_keys
 from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
-from fedjax_cfl.round.start import common_model
 from fedjax_cfl.simulation.metrics import ari
 from fedjax_cfl.system.reports import count_bytes
 from fedjax_cfl.system.select import full_participation, uniform
@@ -37,11 +34,9 @@ QUICK = {"samples": 4, "search_steps": 20}
 __all__ = ["reader", "rotated", "trained"]
 
 
-def quick(task, local, m, privacy=WEAK, select=None, **settings):
-    sampling = back_search(**QUICK | settings)
-    return md_icfl(
-        task, local, select or full_participation(), m=m, sampling=sampling, privacy=privacy
-    )
+def quick(task, local, m, privacy="weak", select=None, **settings):
+    settings = {"m": m, "privacy": privacy} | QUICK | settings
+    return md_icfl(task, local, select or full_participation(), **settings)
 
 
 # the distance
@@ -155,7 +150,7 @@ def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, mo
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("privacy", [WEAK, STRONG], ids=["weak", "strong"])
+@pytest.mark.parametrize("privacy", ["weak", "strong"])
 def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, models, privacy):
     """Every odd client has one label, so that others count for nothing (eq. 4)."""
     owner = np.asarray(toy.owner)
@@ -213,7 +208,7 @@ def test_privacy_changes_the_bill_and_nothing_else(linear, toy, local, cohort):
     m, rounds, classes = 3, 4, toy.num_classes
     clients = int((toy.train.size > 0).sum())  # one has no samples, and is never drawn
     runs = []
-    for privacy in (WEAK, STRONG):
+    for privacy in ("weak", "strong"):
         algorithm = quick(linear, local, m, privacy, uniform(cohort))
         states = [algorithm.init(KEY, toy)]
         step = jax.jit(algorithm.round)
@@ -256,14 +251,12 @@ def test_bytes_of_the_baselines_are_those_of_closed_forms(linear, toy, local):
 
 def test_groups_start_from_different_models_unless_one_is_asked_for(linear, toy, local):
     def starts(**settings):
-        method = md_icfl(
-            linear, local, full_participation(), m=3, sampling=back_search(**QUICK), **settings
-        )
+        method = md_icfl(linear, local, full_participation(), m=3, **QUICK, **settings)
         kernel = np.asarray(method.init(KEY, toy).groups["head"]["kernel"])
         assert kernel.shape == (3, 5, 4)
         return len({row.tobytes() for row in kernel})
 
-    assert (starts(), starts(start=common_model)) == (3, 1)
+    assert (starts(), starts(start="common")) == (3, 1)
 
 
 @pytest.mark.nightly
@@ -336,8 +329,8 @@ def test_running_statistics_are_copied_without_noise():
 def test_a_group_left_by_all_is_refilled_in_the_next_round(linear, toy, local, models):
     """Its old model stays without the rule; everything else is the same until then."""
     methods = [
-        md_icfl(linear, local, full_participation(), m=3, sampling=back_search(**QUICK), empty=rule)
-        for rule in (None, copy_largest)
+        md_icfl(linear, local, full_participation(), m=3, **QUICK, empty=rule)
+        for rule in ("keep", "copy")
     ]
     kept, copied = (method.init(KEY, toy) for method in methods)
     chex.assert_trees_all_equal(kept, copied)

@@ -76,7 +76,7 @@ def test_shared_samples_are_in_every_window():
     pool = make_pool()
     held = partition.iid(pool, clients=5, test_fraction=0.2)
     data = federate(pool, perturb.share_samples(pool, held, 1))
-    made = stream.bucket(stream.Window(intervals=6, period=1, retained=1))
+    made = stream.bucket(intervals=6, period=1, retained=1)
     now, memory = made.init(KEY, data)
     step, shared = jax.jit(made.apply), np.flatnonzero(np.asarray(data.time) < 0)
     for round in range(6):
@@ -210,7 +210,7 @@ def test_sent140_by_date():
     assert pool.time is not None and np.ptp(pool.time) // 24 == 79  # 6 April to 25 June 2009
     data = cfl.federate(pool, partition.by_user(pool, test_fraction=0.2))
     shares = []
-    made = stream.by_time(stream.Window(intervals=4, period=1, retained=1))
+    made = stream.by_time(intervals=4, period=1, retained=1)
     now, memory = made.init(KEY, data)
     for round in range(4):
         seen = np.asarray(now.owner) >= 0

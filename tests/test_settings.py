@@ -1,10 +1,14 @@
 """The checks of a configuration: what each setting may be, and what is said when it is not."""
 
+import inspect
+import re
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import hydra
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import refusal
@@ -13,16 +17,25 @@ from omegaconf import OmegaConf
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import check_name
-from fedjax_cfl.cli.rules import check_settings, collect_rules
+from fedjax_cfl.cli.settings import (
+    OWN_WORDS,
+    check_settings,
+    collect_settings,
+    find_targets,
+    resolve_target,
+)
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.validation import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    check_arguments,
     check_value,
-    parameter_rules,
-    rule_of,
+    checked,
+    describe,
+    options_of,
+    read_setting,
+    read_settings,
 )
 
 KNOWN = [
@@ -37,32 +50,52 @@ KNOWN = [
 ]
 
 
+GROUPS = sorted(path.name for path in CONF.iterdir() if path.is_dir())
+OPTIONS = [
+    (group, path.stem)
+    for group in GROUPS
+    if group not in ("preset", "experiment", "hydra")
+    for path in sorted((CONF / group).glob("*.yaml"))
+]
+
+
 @pytest.fixture(scope="module")
-def rules():
-    """Returns the rules of every option in conf/."""
+def settings():
+    """Returns what the settings of every option in conf/ may be."""
     with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        found = collect_rules(OmegaConf.to_container(hydra.compose("config"), resolve=True))
-    for group in sorted(path.name for path in CONF.iterdir() if path.is_dir()):
-        for path in (CONF / group).glob("*.yaml"):
-            found |= collect_rules({group: OmegaConf.to_container(OmegaConf.load(path))})
+        found = collect_settings(OmegaConf.to_container(hydra.compose("config"), resolve=True))
+    for group, option in OPTIONS:
+        node = OmegaConf.to_container(OmegaConf.load(CONF / group / f"{option}.yaml"))
+        if group != "logger":  # of packages that need not be there
+            found |= collect_settings({group: node})
     return found
 
 
-def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
-    for name, rule in rules.items():
+def holds(setting, value):
+    """Returns whether a setting allows a value."""
+    try:
+        setting.check("x", value)
+    except InputError:
+        return False
+    return True
+
+
+def test_every_setting_says_what_is_allowed_and_refuses_nonsense(settings):
+    assert len(settings) > 250
+    for name, setting in settings.items():
         for value in (float("nan"), float("inf"), -1, True, "nonsense", [], ""):
-            allowed = {
+            said = describe(setting.kind)
+            listed = said.startswith(("a list", "null or a list")) and "or more" not in said
+            free = {
                 "run_dir": (-1, "nonsense"),
                 "algorithm.prior_mean": (-1,),
                 "algorithm.tau": (-1,),  # a cosine, of StoCFL
-                "model.module.hidden": ([],),  # no hidden layer
-                "algorithm.split_rounds": ([],),  # no split
-            }
-            named = "text" in rule.allowed or "column" in rule.allowed
-            free = ("nonsense", -1, []) if named else ()  # a column's number, no column
-            if value is True or value not in allowed.get(name, free):
-                assert not rule.holds(value), (name, value)
-        assert rule.allowed
+            }.get(name, ("nonsense", -1, "") if "text" in said or "column" in said else ())
+            free = (*free, -1) if said.endswith(("a whole number", "a finite number")) else free
+            flag = value is True and "true or false" in said
+            if not (flag or (value == [] and listed) or (value is not True and value in free)):
+                assert not holds(setting, value), (name, value)
+        assert said
 
 
 @pytest.mark.parametrize(
@@ -70,51 +103,141 @@ def test_every_rule_says_what_is_allowed_and_refuses_nonsense(rules):
     [
         *("rounds", "seed", "devices", "resume", "checkpoint.every", "discard", "model.l2"),
         *("local.lr", "local.momentum", "local.width", "faults.nan", "faults.scale"),
-        *(
-            "algorithm.m",
-            "algorithm.select.clients_per_round",
-            "preset.select_single.clients_per_round",
-        ),
+        *("algorithm.m", "preset.select_single.clients_per_round", "algorithm.measure"),
         *("dataset.source.num_classes", "dataset.source.users", "dataset.source.alpha"),
         *("partition.clients", "partition.sigma", "partition.test_fraction", "concept.groups"),
-        "drift.p",
+        *("drift.p", "algorithm.with_l2", "algorithm.split_rounds"),
     ],
 )
-def test_ranges_come_from_what_takes_the_value(name, rules):
-    assert name in rules
+def test_ranges_come_from_what_takes_the_value(name, settings):
+    assert name in settings
 
 
-def test_a_range_stands_in_the_annotation_of_a_parameter():
-    def method(m: PositiveInt, epsilon: PositiveFloat | None, mix: Literal["a", "b"], free, mu=0.0):
-        check_arguments(method, locals(), "algorithm")
-
-    method(1, None, "a", "anything", mu="anything")
-    method(np.int32(3), np.float32(0.5), "b", None)
-    jax.jit(lambda epsilon: method(2, epsilon, "a", None))(-1.0)  # traced values are not known
-    for values, said in (
-        ((0, None, "a", 1), "algorithm.m=0: must be a whole number >= 1"),
-        ((np.int32(0), None, "a", 1), "algorithm.m=0: must be a whole number >= 1"),
-        ((1, 0.0, "a", 1), "algorithm.epsilon=0.0: must be null or a finite number > 0"),
-        ((1, 1, "c", 1), "algorithm.mix=c: must be one of a, b"),
-    ):
-        assert refusal(method, *values) == said
+def read_option(group, option):
+    """Returns the settings of a file of conf/, those of the files it is based on included."""
+    node = OmegaConf.load(CONF / group / f"{option}.yaml")
+    bases = [str(base) for base in node.pop("defaults", []) if isinstance(base, str)]
+    given = [read_option(group, base) for base in bases if (group, base) in OPTIONS]
+    return {k: v for each in [*given, OmegaConf.to_container(node)] for k, v in each.items()}
 
 
-def test_what_only_a_type_checker_can_resolve_has_no_rule():
+@pytest.mark.parametrize("option", [option for group, option in OPTIONS if group == "algorithm"])
+def test_a_file_of_a_method_has_the_settings_of_its_signature(option):
+    """The same names; where a method's own file gives a value, the default; every name that a
+    setting can have stands in the comment on it.
+    """
+    node = read_option("algorithm", option)
+    function = resolve_target("algorithm", node["_target_"])
+    parameters = inspect.signature(function).parameters
+    given = {name: value for name, value in node.items() if name not in OWN_WORDS}
+    assert set(given) <= set(parameters), set(given) - set(parameters)
+    own = function.__name__ == option
+    for name, value in given.items() if own else ():
+        default = parameters[name].default
+        if not str(value).startswith("${") and default is not inspect.Parameter.empty:
+            value = tuple(value) if isinstance(value, list) else value
+            near = pytest.approx(default, rel=1e-5) if isinstance(default, float) else default
+            assert value == near, name
+    lines = (CONF / "algorithm" / f"{option}.yaml").read_text().splitlines()
+    text = {line.partition(":")[0]: line.partition("#")[2] for line in lines if "#" in line}
+    for name, setting in read_settings(function).items() if own else ():
+        if name in text and (options := options_of(setting.kind)):
+            words = set(re.findall(r"\w+", text[name])) | {str(given.get(name))}
+            assert set(map(str, options)) <= words | HIDDEN, (name, set(options) - words)
+
+
+# a method's ablations have files of their own
+HIDDEN = {"none"}
+
+
+def test_other_files_name_only_settings_of_their_functions():
+    for group, option in OPTIONS:
+        for _, node, function in find_targets(read_option(group, option)):
+            parameters = inspect.signature(function).parameters
+            named = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            wrong = set(node) - set(parameters) - {*OWN_WORDS, "module", "l2"}
+            assert named or not wrong, (group, option, wrong)
+
+
+def test_a_preset_names_what_differs_and_nothing_else():
+    clean = OmegaConf.to_container(OmegaConf.load(CONF / "preset" / "clean.yaml"))
+    for option in ("paper", "ref"):
+        own = OmegaConf.to_container(OmegaConf.load(CONF / "preset" / f"{option}.yaml"))
+        assert set(own) <= {*clean, "defaults"}
+        assert {name for name in own if name in clean and own[name] == clean[name]} == set()
+
+
+# values
+
+
+@checked("algorithm")
+def method(
+    m: PositiveInt,
+    epsilon: PositiveFloat | jax.Array | None,
+    mix: Literal["a", "b"] | Callable[[int], int] = "a",
+    rounds: tuple[PositiveInt, ...] = (1,),
+    with_l2: bool = False,
+    free: Any = None,
+):
+    """Returns what it is called with."""
+    return m, epsilon, mix, rounds, with_l2, free
+
+
+def test_a_function_gets_the_values_that_its_annotations_describe():
+    assert method(1, None) == (1, None, "a", (1,), False, None)
+    got = method(np.int32(3), np.float32(0.5), abs, [2, 3], free=print)
+    assert got == (3, 0.5, abs, (2, 3), False, print) and type(got[0]) is int
+    traced = jax.jit(lambda epsilon: method(2, epsilon)[1])(-1.0)  # its value is not known
+    assert traced == -1
+    assert method.__name__ == "method" and method.__doc__.startswith("Returns")
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'epsilon'"):
+        method(1)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"m": 0}, "algorithm.m=0: must be a whole number >= 1"),
+        ({"m": np.int32(0)}, "algorithm.m=0: must be a whole number >= 1"),
+        ({"m": True}, "algorithm.m=true: must be a whole number >= 1"),
+        ({"m": "3"}, "algorithm.m=3: must be a whole number >= 1"),
+        ({"m": 2**31}, "algorithm.m=2147483648: must be a whole number >= 1 (at most 2147483647,"),
+        ({"m": jnp.ones(())}, "algorithm.m=1.0: must be a whole number >= 1"),
+        ({"epsilon": 0.0}, "algorithm.epsilon=0.0: must be null or a finite number > 0"),
+        ({"epsilon": "x"}, "algorithm.epsilon=x: must be null or a finite number > 0"),
+        ({"mix": "bb"}, "algorithm.mix=bb: must be one of a, b (did you mean 'b'?)"),
+        ({"mix": None}, "algorithm.mix=null: must be one of a, b"),
+        ({"rounds": 3}, "algorithm.rounds=3: must be a list, each of it a whole number >= 1"),
+        ({"rounds": [0]}, "algorithm.rounds=[0]: must be a list, each of it a whole number >= 1"),
+        ({"with_l2": "yes"}, "algorithm.with_l2=yes: must be true or false"),
+        ({"with_l2": 1}, "algorithm.with_l2=1: must be true or false"),
+    ],
+)
+def test_a_value_that_is_not_allowed_is_named_with_what_is(given, said):
+    assert refusal(method, **({"m": 1, "epsilon": None} | given)).startswith(said)
+
+
+def test_help_shows_an_annotation_by_its_name():
+    assert str(inspect.signature(method)).startswith(
+        "(m: PositiveInt, epsilon: Union[PositiveFloat"
+    )
+
+
+def test_what_only_a_type_checker_can_resolve_is_not_checked():
     def method(m, q): ...
 
     method.__annotations__ = {"m": "NoSuchName", "q": PositiveInt}
-    assert set(parameter_rules(method)) == {"q"}
+    assert set(read_settings(method)) == {"q"}
 
 
 @pytest.mark.parametrize("value, said", [(1e39, "infinite"), (-1e300, "infinite"), (1e-50, "0")])
 def test_numbers_that_float32_loses_are_refused(value, said):
     """Runs compute in float32, where 1e39 is infinite: such a run reported an accuracy."""
-    line = refusal(check_value, "algorithm.eta_g", value, rule_of(NonNegativeFloat))
+    line = refusal(check_value, "algorithm.eta_g", value, NonNegativeFloat)
     assert line.startswith(f"algorithm.eta_g={value}: must be a finite number >= 0 (in float32")
     assert line.endswith(f"this one is {said})")
-    check_value("x", 3e38, rule_of(NonNegativeFloat))
-    check_value("x", 0, rule_of(NonNegativeFloat))
+    check_value("x", 3e38, NonNegativeFloat)
+    check_value("x", 0, NonNegativeFloat)
 
 
 def test_a_setting_without_a_rule_keeps_its_kind():
@@ -135,7 +258,7 @@ def test_a_setting_without_a_rule_keeps_its_kind():
 
 def test_what_was_asked_for_is_blamed_first():
     config = {"rounds": 0, "dataset": {"rounds": "none"}}
-    rules, default = {"rounds": rule_of(PositiveInt)}, {"dataset.rounds": 3}
+    rules, default = {"rounds": read_setting(PositiveInt)}, {"dataset.rounds": 3}
     assert refusal(check_settings, config, default, rules).startswith("rounds=0")
     assert refusal(check_settings, config, default, rules, ["dataset.rounds"]).startswith(
         "dataset.rounds=none"

@@ -14,7 +14,6 @@ from conftest import build, ledger, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
-from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.clustering import features
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
@@ -83,7 +82,7 @@ def test_all_numbers_of_groups_have_one_program(method, toy, linear, local):
 
     def step(m, state):
         traced.append(state)
-        given = name_arguments(factory, settings | {"m": m, "max_m": ROOM})
+        given = settings | {"m": m, "max_m": ROOM}
         algorithm = factory(linear, local, select.uniform(6), **given)
         state = algorithm.init(KEY, toy) if state is None else state
         return algorithm.round(KEY, state, toy)[0]

@@ -85,9 +85,7 @@ def test_windows_equal_brute_force(period, retained, shared, prequential):
     before: list = []
     rounds = period * (intervals + 1)
     for round, (now, shifted, _) in enumerate(
-        follow(
-            stream.by_time(stream.Window(intervals, period, retained, prequential)), data, rounds
-        )
+        follow(stream.by_time(intervals, period, retained, prequential), data, rounds)
     ):
         newest = min(length - 1 + round // period, intervals - 1)
         visible = (when < 0) | ((when <= newest) & (when > newest - length))
@@ -114,7 +112,7 @@ def test_windows_equal_brute_force(period, retained, shared, prequential):
 
 
 def test_one_program_equals_step_by_step():
-    made, data = stream.bucket(stream.Window(6, 2, 5)), make_data(1)
+    made, data = stream.bucket(6, 2, 5), make_data(1)
     begun, memory = jax.jit(made.init)(KEY, data)
     warm = jnp.ones(K, bool)
     whole = jax.jit(
@@ -238,7 +236,7 @@ def test_a_client_of_one_label_swaps_nothing():
 @pytest.mark.parametrize("make", [stream.bucket, nightly(stream.gradual), stream.rotate])
 def test_a_window_of_everything_never_moves(make):
     data = make_data(5, square=True)
-    made = make(window=stream.Window(intervals=4, period=2, retained=8))
+    made = make(intervals=4, period=2, retained=8)
     begun, memory = made.init(KEY, data)
     now, after, shifted = made.apply(KEY, 1, begun, memory, None)
     assert now is begun and memory == after == () and not shifted.any()
@@ -247,11 +245,11 @@ def test_a_window_of_everything_never_moves(make):
 
 def test_a_burst_has_its_first_and_its_last_round():
     """An interval a round begins with arrives in rounds 10, 20 and 30."""
-    window = stream.Window(intervals=4, period=10, retained=10)
+    window = {"intervals": 4, "period": 10, "retained": 10}
     for begin, end in ((20, 29), (11, 20), (20, 20)):
-        stream.burst(begin=begin, end=end, window=window)
+        stream.burst(begin=begin, end=end, **window)
     for begin, end in ((11, 19), (31, 99), (1, 9)):
-        one_line("no data arrive", stream.burst, begin=begin, end=end, window=window)
+        one_line("no data arrive", stream.burst, begin=begin, end=end, **window)
 
 
 @pytest.mark.nightly
@@ -259,7 +257,7 @@ def test_static_data_equal_no_drift(toy, linear, local):
     algorithm = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(5))
     rows = [
         cfl.run(algorithm, linear, toy, KEY, rounds=4, drift=drift, mesh=local.execution.mesh).rows
-        for drift in (cfl.drift.none(), stream.bucket(stream.Window(retained=100_000)))
+        for drift in (cfl.drift.none(), stream.bucket(retained=100_000))
     ]
     one, other = (
         [{k: v for k, v in row.items() if k not in VARYING} for row in each] for each in rows
@@ -269,7 +267,7 @@ def test_static_data_equal_no_drift(toy, linear, local):
 
 @pytest.mark.nightly
 def test_a_method_starts_on_the_first_window(toy, linear, local):
-    made = stream.bucket(stream.Window(intervals=4, period=1, retained=1))
+    made = stream.bucket(intervals=4, period=1, retained=1)
     seen = []
 
     def init(key, data):
@@ -287,15 +285,15 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
     ("make", "message"),
     [
         (
-            lambda: stream.bucket(stream.Window(intervals=0)),
+            lambda: stream.bucket(intervals=0),
             "drift.intervals=0: must be a whole number >= 1",
         ),
         (
-            lambda: stream.bucket(stream.Window(period=1.5)),
+            lambda: stream.bucket(period=1.5),
             "drift.period=1.5: must be a whole number",
         ),
         (
-            lambda: stream.by_time(stream.Window(retained=-1)),
+            lambda: stream.by_time(retained=-1),
             "drift.retained=-1: must be a whole number",
         ),
         (lambda: stream.gradual(alpha=0), "drift.alpha=0: must be a finite number > 0"),
@@ -304,7 +302,7 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
         (lambda: stream.burst(begin=700, end=650), "drift.begin=700: no data arrive from round"),
         (lambda: stream.burst(begin=2500, end=2600), "until round 2000"),
         (
-            lambda: stream.bucket(stream.Window(2, 50, 100, prequential=True)),
+            lambda: stream.bucket(2, 50, 100, prequential=True),
             "drift.prequential=true: all drift.intervals=2 are in the window",
         ),
         (lambda: stream.rotate(p=2), "drift.p=2: must be a number between"),
@@ -320,9 +318,7 @@ def test_a_method_starts_on_the_first_window(toy, linear, local):
             "the data set has no times",
         ),
         (
-            lambda: cfl.drift.bound_client_samples(
-                make_data(), stream.by_time(stream.Window(10**8))
-            ),
+            lambda: cfl.drift.bound_client_samples(make_data(), stream.by_time(10**8)),
             "drift.intervals=100000000: at most",
         ),
     ],

@@ -13,7 +13,7 @@ from test_fesem import COHORT, KEY, planted, play, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.fesem.fesem import Centers, fesem
+from fedjax_cfl.algorithms.fesem.fesem import fesem
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
@@ -123,12 +123,11 @@ def test_clients_of_one_size_make_it_fesem(linear, local):
     """FeSEM without a pull, its K-means run as often; other sizes make a difference."""
 
     def both(data):
-        centers = Centers(start=cluster_local_models(5))
         return (
             play(algorithm, data, 3)[-1]
             for algorithm in (
                 wecfl(linear, local, COHORT, m=3),
-                fesem(linear, local, COHORT, m=3, mu=0.0, centers=centers),
+                fesem(linear, local, COHORT, m=3, mu=0.0, start=cluster_local_models(5)),
             )
         )
 

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import yaml
 
@@ -15,7 +15,7 @@ from fedjax_cfl.cli.tune import TRIAL_SEEDS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import is_execution, parse_overrides
 from fedjax_cfl.runs.results import read_summary
-from fedjax_cfl.validation import check_value, one_of
+from fedjax_cfl.validation import check_value
 
 TABLES = Path(__file__).resolve().parent / "tables"
 # with these a run would not be one cell in its folder
@@ -48,7 +48,7 @@ def load_table(name: str) -> dict:
     """Returns a table: title, columns and rows of overrides, published numbers. Raises
     InputError if there is no such table.
     """
-    check_value("paper", name, one_of(*sorted(path.stem for path in TABLES.glob("*.yaml"))))
+    check_value("paper", name, Literal[tuple(sorted(path.stem for path in TABLES.glob("*.yaml")))])
     return yaml.safe_load((TABLES / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
@@ -128,7 +128,7 @@ def match_names(field: str, asked: list[str] | None, known: Iterable[str]) -> li
     known = list(known)
     for pattern in asked or []:
         if not fnmatch.filter(known, pattern):
-            check_value(field, pattern, one_of(*known))
+            check_value(field, pattern, Literal[tuple(known)])
     return [
         name
         for name in known

@@ -2,8 +2,6 @@
 Algorithm per method.
 """
 
-import sys
-
 from fedjax_cfl.algorithms.adaptive_fedavg import adaptive_fedavg
 from fedjax_cfl.algorithms.auxo import auxo
 from fedjax_cfl.algorithms.centralised import centralised
@@ -32,7 +30,6 @@ from fedjax_cfl.algorithms.fielding.fielding import fielding
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.algorithms.flash import flash
 from fedjax_cfl.algorithms.flexcfl.flexcfl import fedgroup, flexcfl
-from fedjax_cfl.algorithms.flexcfl.founding import ColdStart
 from fedjax_cfl.algorithms.flux import flux
 from fedjax_cfl.algorithms.ifca.ifca import ifca, ifca_mig
 from fedjax_cfl.algorithms.ifca.restarts import ifca_restarts
@@ -44,10 +41,8 @@ from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
 from fedjax_cfl.algorithms.stocfl import stocfl
 from fedjax_cfl.algorithms.tkm import tkm
-from fedjax_cfl.signatures import tidy
 
 __all__ = [
-    "ColdStart",
     "adaptive_fedavg",
     "auxo",
     "centralised",
@@ -97,4 +92,6 @@ __all__ = [
     "wecfl",
 ]
 
-tidy(sys.modules[__name__])
+
+def __dir__() -> list[str]:
+    return __all__

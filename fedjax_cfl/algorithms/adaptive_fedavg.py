@@ -23,7 +23,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
-from fedjax_cfl.validation import BelowOne, check_arguments
+from fedjax_cfl.validation import BelowOne, checked
 
 LEAST_SPREAD = 1e-12
 
@@ -38,6 +38,7 @@ class Movement(struct.PyTreeNode):
     scale: jax.Array  # [] step size of the next round, as a part of `local.lr`
 
 
+@checked("algorithm")
 def adaptive_fedavg(
     task: Task, local: Local, system: SystemLike, *, beta: BelowOne = 0.5, harmonic: bool = True
 ) -> Algorithm:
@@ -50,7 +51,6 @@ def adaptive_fedavg(
     `beta` weighs the past in all three moving means. Raises InputError for a value that is not
     allowed, and for a schedule of the step size.
     """
-    check_arguments(adaptive_fedavg, locals(), "algorithm")
     if local.schedule is not None:
         raise InputError(
             "schedule: the server of Adaptive-FedAvg picks the step sizes itself; use constant"

@@ -11,13 +11,14 @@ having trained in a group whenever it has taken part there.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.sharding import Mesh
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
@@ -33,7 +34,7 @@ from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked, pick
 
 LEAST_CLIENTS = 5  # of a group in a round: with fewer, none is scored
 # of 2-means: over 200 groups of ten random unit vectors its cut is 0.1 % above the best in the
@@ -71,12 +72,12 @@ class Fit(NamedTuple):
 
 
 # (scores, cuts, sizes [m], active [m]) -> [m] bool, the groups to cut
-SplitFn = Callable[[Scores, Cuts, jax.Array, jax.Array], jax.Array]
+SplitFn = TypeAliasType("SplitFn", Callable[[Scores, Cuts, jax.Array, jax.Array], jax.Array])
 
 
+@checked("algorithm")
 def split_at(split_rounds: tuple[PositiveInt, ...] = (50, 100)) -> SplitFn:
     """Cuts every group after these rounds, as the released configuration does."""
-    check_arguments(split_at, locals(), "algorithm")
 
     def due(scores: Scores, cuts: Cuts, sizes: jax.Array, active: jax.Array) -> jax.Array:
         return active & jnp.any(cuts.rounds[:, None] == jnp.array(tuple(split_rounds)), axis=1)
@@ -102,33 +103,35 @@ def split_adaptively(participants: PositiveInt = 100, least: NonNegativeFloat = 
     return due
 
 
-PUBLISHED_SPLITS = split_at()
-
-
+@checked("algorithm")
 def auxo(
     task: Task,
     local: Local,
     system: SystemLike,
     *,
     m: PositiveInt = 4,
-    split: SplitFn = PUBLISHED_SPLITS,
+    split: Literal["fixed", "adaptive"] | SplitFn = "fixed",
+    split_rounds: tuple[PositiveInt, ...] = (50, 100),
+    participants: PositiveInt = 100,
+    least: NonNegativeFloat = 100.0,
     explore: Fraction = 0.01,
     mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """Auxo with at most m groups.
 
-    Args: `split` says which groups are cut: split_at(rounds) | split_adaptively(...); a
-    client joins a random group with chance `explore`, times 0.99 every round; `mu` is the
-    weight of FedProx's pull.
+    Args: `split` says which groups are cut: fixed, after `split_rounds`, see `split_at` | adaptive,
+    with `participants` and `least`, see `split_adaptively`; a client joins a random group with
+    chance `explore`, times 0.99 every round; `mu` is the weight of FedProx's pull.
     """
-    check_arguments(auxo, locals(), "algorithm")
+    fixed, adaptive = split_at(split_rounds), split_adaptively(participants, least)
+    due = pick(split, fixed=fixed, adaptive=adaptive)
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
         memory=lambda groups, data: Cuts(jnp.zeros(m, bool), jnp.zeros(m, jnp.int32)),
         client_rows=partial(init_scores, m),
-        migrate=split_and_join(split, explore),
+        migrate=split_and_join(due, explore),
         assign=keep_groups,
         regroup=partial(score_cohort, local.execution.mesh),
         aggregate=uniform_mean,

@@ -13,7 +13,7 @@ by the server, which costs a model down and one up per cut.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import bisect_updates
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
-from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, put_models
@@ -37,13 +37,7 @@ from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
-from fedjax_cfl.validation import (
-    Fraction,
-    NaturalInt,
-    NonNegativeFloat,
-    PositiveInt,
-    check_arguments,
-)
+from fedjax_cfl.validation import Fraction, NaturalInt, NonNegativeFloat, PositiveInt, checked, pick
 
 # (round, active [m], norm of the mean update [m], longest norm [m], clients [m], the longest mean
 # update so far []) -> [m] bool, the groups to cut
@@ -65,49 +59,41 @@ class SplitTree(struct.PyTreeNode):
     longest_mean: ArrayLike = 0.0  # [] float32, norm of any group's longest mean update so far
 
 
-class SplitRule(NamedTuple):
-    """When a group is cut in two, and where."""
-
-    # the mean update is shorter: the group is stationary; None: a tenth of the longest so far
-    eps1: NonNegativeFloat | jax.Array | None = 0.4
-    # the longest update is longer: some clients are not stationary; None: six times eps1
-    eps2: NonNegativeFloat | jax.Array | None = 1.6
-    # sqrt((1 - alpha) / 2) is larger; alpha is the largest cosine between the halves
-    gamma_max: Fraction | jax.Array = 0.0
-    min_size: PositiveInt = 2  # only larger groups are cut
-    warm_up: NaturalInt = 20  # no cut before this round
-    # of the updates, by their cosines: single (the cut of least alpha) | complete (the released
-    # code, D35) | average
-    linkage: Literal["single", "complete", "average"] = "single"
-
-
+@checked("algorithm")
 def cfl(
     task: Task,
     local: Local,
     system: SystemLike,
     *,
     m: PositiveInt,
-    rule: SplitRule = SplitRule(),
-    aggregate: AggregateFn = uniform_mean,
+    eps1: NonNegativeFloat | jax.Array | None = 0.4,
+    eps2: NonNegativeFloat | jax.Array | None = 1.6,
+    gamma_max: Fraction | jax.Array = 0.0,
+    min_size: PositiveInt = 2,
+    warm_up: NaturalInt = 20,
+    linkage: Literal["single", "complete", "average"] = "single",
+    aggregate: MeanName | AggregateFn = "uniform",
     stale_updates: bool = False,
 ) -> Algorithm:
     """CFL with at most m groups.
 
-    Args: `rule` says when a group is cut (thresholds of None follow the updates, as in the
-    FedDrift code); `aggregate` is uniform_mean | weighted_mean;
-    `stale_updates` counts clients outside the cohort by their last update when a group is
-    tested and cut; otherwise only the clients of the cohort count.
-    Raises InputError for an unknown linkage.
+    Args: a group is stationary where its mean update is shorter than `eps1`, None: a tenth of the
+    longest so far, and some of its clients are not where the longest update is longer than `eps2`,
+    None: six times `eps1` (None as in the FedDrift code); it is cut if sqrt((1 - alpha) / 2) is
+    above `gamma_max`, alpha the largest cosine between the halves; only groups of more than
+    `min_size` clients are cut, and none before round `warm_up`; `linkage` of the updates, by their
+    cosines: single (the cut of least alpha) | complete (the released code, D35) | average;
+    `aggregate` within a group is uniform | samples; `stale_updates` counts clients outside the
+    cohort by their last update when a group is tested and cut; otherwise only the clients of the
+    cohort count.
     """
-    check_arguments(cfl, locals(), "algorithm")
-    check_arguments(SplitRule, rule._asdict(), "algorithm")
     solve = sgd(task, local)
 
     def due(round, active, mean_norm, max_norm, size, longest_mean):
-        eps1 = longest_mean / 10 if rule.eps1 is None else rule.eps1
-        eps2 = 6 * eps1 if rule.eps2 is None else rule.eps2
-        stationary = (mean_norm < eps1) & (max_norm > eps2)
-        return active & stationary & (size > rule.min_size) & (round >= rule.warm_up)
+        short = longest_mean / 10 if eps1 is None else eps1
+        long = 6 * short if eps2 is None else eps2
+        stationary = (mean_norm < short) & (max_norm > long)
+        return active & stationary & (size > min_size) & (round >= warm_up)
 
     method = Method(
         solve,
@@ -116,10 +102,8 @@ def cfl(
         client_rows=partial(init_rows, stale_updates),
         split_rows=(LAST_UPDATE,),
         assign=descend_splits(train_without_recording(solve, local, system)),
-        regroup=bipartition(
-            due, rule.linkage, rule.gamma_max, stale_updates, mesh=local.execution.mesh
-        ),
-        aggregate=aggregate,
+        regroup=bipartition(due, linkage, gamma_max, stale_updates, mesh=local.execution.mesh),
+        aggregate=pick(aggregate, **MEANS),
     )
     return federated(task, local, system, method)
 

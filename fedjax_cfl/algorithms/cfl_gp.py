@@ -31,7 +31,7 @@ from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import AggregateFn, Method, PrepareFn, RegroupFn, Round
-from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
@@ -40,7 +40,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
-from fedjax_cfl.validation import NaturalInt, PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, PositiveInt, checked, pick
 
 # rows of clients: running means [K, m, ...] of updates by criterion, 0 where there are none; and
 # whether the client has sent one [K, m] bool
@@ -76,6 +76,7 @@ class Plan(NamedTuple):
         return 1.0 / ((round + 1) // (self.m * self.period) + 1)
 
 
+@checked("algorithm")
 def cfl_gp(
     task: Task,
     local: Local,
@@ -86,7 +87,7 @@ def cfl_gp(
     last: NaturalInt = 10,
     project_to: PositiveInt | None = None,
     restarts: PositiveInt = 10,
-    aggregate: AggregateFn = uniform_mean,
+    aggregate: MeanName | AggregateFn = "uniform",
 ) -> Algorithm:
     """CFL-GP with m groups. It is meant for all clients in every round: otherwise the server
     compares clients by different criteria.
@@ -94,11 +95,10 @@ def cfl_gp(
     Args: clients are clustered in the rounds 0, `period`, 2 `period`, ... up to `last`;
     `project_to` is the number of words that a client sends for a criterion, its update projected at
     random, None: all P; `restarts` are the runs of K-means; `aggregate` within a group is
-    uniform_mean | weighted_mean.
+    uniform | samples.
     In a clustering round a client gets one more model down and sends P words (`project_to`) more,
     unless the criterion is its group's model. The server keeps m vectors of each client.
     """
-    check_arguments(cfl_gp, locals(), "algorithm")
     solve = sgd(task, local)
     train = train_without_recording(solve, local, system)
     plan = Plan(m, period, last)
@@ -113,7 +113,7 @@ def cfl_gp(
         assign=join_nearest_direction(train, euclidean, warm_up=0),
         prepare=charge_criterion(local, plan, project_to),
         regroup=partition_updates(train, local, plan, project_to, restarts),
-        aggregate=aggregate,
+        aggregate=pick(aggregate, **MEANS),
     )
     return federated(task, local, system, method)
 

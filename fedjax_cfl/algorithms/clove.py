@@ -28,7 +28,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.distances import dot
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
-from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.client_rows import take_cohort_rows
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients, random_groups
@@ -38,7 +38,7 @@ from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked, pick
 
 
 class Stability(struct.PyTreeNode):
@@ -47,6 +47,7 @@ class Stability(struct.PyTreeNode):
     rounds: jax.Array  # [] int32, since a client has changed its group; the last ones stay
 
 
+@checked("algorithm")
 def clove(
     task: Task,
     local: Local,
@@ -56,24 +57,23 @@ def clove(
     first: Literal["random", "losses"] = "random",
     stable: PositiveInt | None = None,
     restarts: PositiveInt = 10,
-    aggregate: AggregateFn = weighted_mean,
+    aggregate: MeanName | AggregateFn = "samples",
 ) -> Algorithm:
     """CLoVE with m groups, from m random models.
 
     Args: `first` says how clients are grouped in round 0: random (groups of nearly equal size) |
     losses, as later; groups are final once no client has changed its own for `stable` rounds in a
     row, None: never; `restarts` are the runs of K-means; `aggregate` within a group is
-    weighted_mean | uniform_mean.
+    samples | uniform.
     A client that is asked for its losses gets all m models, and sends m words before it trains.
     """
-    check_arguments(clove, locals(), "algorithm")
     method = Method(
         sgd(task, local),
         start=random_groups(task, m),
         memory=None if stable is None else init_stability,
         assign=cluster_losses(task, local, first, stable, restarts),
         regroup=None if stable is None else count_stable_rounds(stable),
-        aggregate=aggregate,
+        aggregate=pick(aggregate, **MEANS),
         start_clients=no_clients,
     )
     return federated(task, local, system, method)

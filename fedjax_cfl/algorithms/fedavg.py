@@ -10,20 +10,30 @@ from fedjax_cfl.client.cohort import client_range
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
-from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Report, Task
+from fedjax_cfl.validation import checked, pick
 
 
+@checked("algorithm")
 def fedavg(
-    task: Task, local: Local, system: SystemLike, *, aggregate: AggregateFn = weighted_mean
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    aggregate: MeanName | AggregateFn = "samples",
 ) -> Algorithm:
-    """FedAvg: E local epochs, means weighted by training samples."""
-    method = Method(sgd(task, local), aggregate=aggregate, start_clients=no_clients)
+    """FedAvg: E local epochs, means weighted by training samples.
+
+    `aggregate` is samples | uniform.
+    """
+    mean = pick(aggregate, **MEANS)
+    method = Method(sgd(task, local), aggregate=mean, start_clients=no_clients)
     return federated(task, local, system, method)
 
 

@@ -33,9 +33,10 @@ from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import flatten_tree
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task, Upload, Work
-from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, checked
 
 
+@checked("algorithm")
 def fedclust(
     task: Task,
     local: Local,
@@ -56,7 +57,6 @@ def fedclust(
     Each client gets a model and sends the words of the last layer, once; the server keeps them.
     Raises InputError for a model without a layer named head.
     """
-    check_arguments(fedclust, locals(), "algorithm")
     if layers == "last" and "head" not in jax.eval_shape(task.init, jax.random.key(0)):
         raise InputError("algorithm.layers=last: the model has no layer named head; use all")
     limit = partial(largest_gap, linkage) if threshold is None else threshold

@@ -27,9 +27,10 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.types import Algorithm, FederatedData, Info, Key, State, Task
-from fedjax_cfl.validation import Fraction, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, PositiveInt, checked
 
 
+@checked("algorithm")
 def fedcluster(
     task: Task,
     local: Local,
@@ -51,7 +52,6 @@ def fedcluster(
     `min_size`: only groups of more clients are cut. Raises InputError for a model without a
     dense layer `head`.
     """
-    check_arguments(fedcluster, locals(), "algorithm")
     if "kernel" not in jax.eval_shape(task.init, jax.random.key(0)).get("head", ()):
         raise InputError(
             "algorithm.name=fedcluster: the model has no dense layer named head, whose updates are"

@@ -24,9 +24,10 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import Algorithm, Cohort, Report, Selection, Task, Upload
-from fedjax_cfl.validation import NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, checked
 
 
+@checked("algorithm")
 def feddane(
     task: Task,
     local: Local,
@@ -43,7 +44,6 @@ def feddane(
     Args: `mu` >= 0 is the weight of the proximal term; `same_set`: S1 is the cohort itself,
     False: a second, independent draw of the selection.
     """
-    check_arguments(feddane, locals(), "algorithm")
     objective = proximal(mu, erm(task)).replace(direction=lambda extra: extra)
     method = Method(
         sgd(task, local, objective),

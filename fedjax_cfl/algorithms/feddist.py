@@ -21,17 +21,18 @@ from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
-from fedjax_cfl.validation import PositiveFloat, check_arguments
+from fedjax_cfl.validation import PositiveFloat, checked
 
 
+@checked("algorithm")
 def feddist(
     task: Task, local: Local, system: SystemLike, *, epsilon: PositiveFloat | jax.Array | None = 0.6
 ) -> Algorithm:
     """FedDist: unweighted means, step `epsilon` (None: 1 / |S|, S the clients that answered)."""
-    check_arguments(feddist, locals(), "algorithm")
     return step_towards(task, local, system, uniform_mean, epsilon)
 
 
+@checked("algorithm")
 def feddws(
     task: Task,
     local: Local,
@@ -42,7 +43,6 @@ def feddws(
     """FedDWS: means weighted by training samples, step `epsilon` (None: 1 / |S|, S the
     clients that answered).
     """
-    check_arguments(feddws, locals(), "algorithm")
     return step_towards(task, local, system, weighted_mean, epsilon)
 
 

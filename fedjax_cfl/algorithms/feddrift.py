@@ -36,7 +36,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 NEVER = jnp.finfo(jnp.float32).max  # the loss of a client that has not tried a model yet
 
@@ -100,6 +100,7 @@ def open_one(drifting: jax.Array, best: jax.Array, free: jax.Array, used: jax.Ar
     return NewModels(jnp.where(drifting & opened, shared, best).astype(jnp.int32), source)
 
 
+@checked("algorithm")
 def feddrift(
     task: Task,
     local: Local,
@@ -120,7 +121,6 @@ def feddrift(
     drift at once share one new model, and none are merged (FedDrift-Eager).
     Raises InputError for `delta_merge` where none are merged.
     """
-    check_arguments(feddrift, locals(), "algorithm")
     if eager and delta_merge is not None:
         raise InputError(
             f"algorithm.delta_merge={delta_merge}: FedDrift-Eager merges no models; use null, or"

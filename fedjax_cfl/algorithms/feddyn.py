@@ -14,9 +14,10 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
-from fedjax_cfl.validation import PositiveFloat, check_arguments
+from fedjax_cfl.validation import PositiveFloat, checked
 
 
+@checked("algorithm")
 def feddyn(
     task: Task, local: Local, system: SystemLike, *, alpha: PositiveFloat = 0.01
 ) -> Algorithm:
@@ -25,6 +26,5 @@ def feddyn(
     `alpha` > 0 is the weight of the pull. Other layers (`personal=ditto`) stand over it. Raises
     InputError as `personal.feddyn` does.
     """
-    check_arguments(feddyn, locals(), "algorithm")
     method = Method(sgd(task, local), aggregate=uniform_mean, start_clients=no_clients)
     return federated(task, add_layer(local, dynamic_terms(alpha=alpha)), system, method)

@@ -38,7 +38,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, ServedModels, State, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 NO_STEP = 2**32 - 1  # a number that no step has, for keys
 
@@ -64,6 +64,7 @@ class Expected(struct.PyTreeNode):
     share: jax.Array  # [] its samples, of those of all clients
 
 
+@checked("algorithm")
 def fedem(
     task: Task, local: Local, system: SystemLike, *, m: PositiveInt, shrink: bool = False
 ) -> Algorithm:
@@ -75,7 +76,6 @@ def fedem(
     is sent. A new client takes one E-step from equal weights; without labels it is not defined.
     Raises InputError for what a mixture cannot be used with, see `refuse_single_models`.
     """
-    check_arguments(fedem, locals(), "algorithm")
     return federated_mixture(task, local, system, m, "FedEM", shrink=shrink)
 
 

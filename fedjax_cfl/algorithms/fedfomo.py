@@ -12,7 +12,7 @@ none held out goes on from its own model.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
-from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, checked, pick
 
 # rows of clients: its model before its last local training [K, ...]; how useful each other's model
 # has been to it [K, K] float32; `Peer`
@@ -101,6 +101,7 @@ def serve_trained(state: State) -> ServedModels:
     return ServedModels(state.groups, jnp.arange(state.assignment.size, dtype=jnp.int32))
 
 
+@checked("algorithm")
 def fedfomo(
     task: Task,
     local: Local,
@@ -110,23 +111,24 @@ def fedfomo(
     validation: BelowOne = 0.2,
     explore: Fraction = 0.3,
     explore_decay: NonNegativeFloat = 0.05,
-    norm: Callable[[Params], jax.Array] = l1_norm,
-    test: Callable[[State], ServedModels] = serve_mixed,
+    norm: Literal["L1", "L2"] | Callable[[Params], jax.Array] = "L1",
+    test: Literal["mixed", "trained"] | Callable[[State], ServedModels] = "mixed",
 ) -> Algorithm:
     """FedFomo.
 
-    Args: `models` F sent to a client in a round, in addition to its own; `validation` the share
-    of a client's samples that is held out; a model is sent by chance with probability
-    `explore` - `explore_decay` * round, otherwise by affinity; `norm` l1_norm | l2_norm of
-    the distance between models; `test` serve_mixed | serve_trained, what clients are
-    tested on. Raises InputError if `system` keeps what clients received: it is several models.
+    Args: `models` F sent to a client in a round, in addition to its own; `validation` the share of
+    a client's samples that is held out; a model is sent by chance with probability `explore` -
+    `explore_decay` * round, otherwise by affinity; `norm` L1 | L2 of the distance between models;
+    `test` mixed | trained, the model that clients are tested on. Raises InputError if `system`
+    keeps what clients received: it is several models.
     """
-    check_arguments(fedfomo, locals(), "algorithm")
     if as_system(system).keep_received:
         raise InputError(
             "test_on=received: FedFomo's clients receive several models and mix them, expected"
             " group, which algorithm.test makes the mixed or the trained model"
         )
+    measure = pick(norm, L1=l1_norm, L2=l2_norm)
+    serve = pick(test, mixed=serve_mixed, trained=serve_trained)
     method = Method(
         train_from_mixture(sgd(task, local)),
         start=shared_model(task),
@@ -134,7 +136,7 @@ def fedfomo(
         split_rows=(MIXED, AFFINITY),
         assign=assign_client_id,
         own_models=True,
-        prepare=mix_models(task, local, models, (explore, explore_decay), norm),
+        prepare=mix_models(task, local, models, (explore, explore_decay), measure),
         ships_model=False,
         aggregate=client_delta(local.execution.mesh),
         finish=remember_mixture(local.execution.mesh),
@@ -144,7 +146,7 @@ def fedfomo(
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         return algorithm.round(key, state, hold_out_samples(data, validation))
 
-    return algorithm._replace(round=round, serve=test)
+    return algorithm._replace(round=round, serve=serve)
 
 
 def init_rows(groups: Params, data: FederatedData) -> dict[str, Any]:

@@ -55,7 +55,7 @@ from fedjax_cfl.types import (
     Upload,
     Work,
 )
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 
 LOSSES = "losses of mini-batches"  # the name of what a client records
 SPREAD = 1e-10  # added to the variance of losses, which are rounded
@@ -72,6 +72,7 @@ class Interactions(struct.PyTreeNode):
     patience: jax.Array  # [m] int32, rounds in a row in which that was small
 
 
+@checked("algorithm")
 def fedgwc(
     task: Task,
     local: Local,
@@ -91,7 +92,6 @@ def fedgwc(
     `parts`, and never where all of it takes part.
     A client sends a word for each step beside its model. The server keeps a word for each pair.
     """
-    check_arguments(fedgwc, locals(), "algorithm")
     local = local.replace(steps=steps)
     solve = add_change(sgd(task, local), StepChange(LOSSES, step=record_loss))
     find = partial(find_parts, most=parts, gamma=gamma)

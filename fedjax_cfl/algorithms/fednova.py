@@ -30,9 +30,10 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task, Upload
-from fedjax_cfl.validation import BelowOne, NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import BelowOne, NonNegativeFloat, checked
 
 
+@checked("algorithm")
 def fednova(
     task: Task,
     local: Local,
@@ -49,7 +50,6 @@ def fednova(
     `server_momentum`, from 0 to below 1, is that of the server's step. Raises InputError for a
     value that is not allowed, and for a step size of 1 / mu or more, with which steps turn back.
     """
-    check_arguments(fednova, locals(), "algorithm")
     check_pull("algorithm.mu", mu, local.lr)
     pulled = mu > 0
     solve = sgd(task, local, proximal(mu, erm(task)))

@@ -20,7 +20,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
-from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
+from fedjax_cfl.validation import BelowOne, PositiveFloat, checked
 
 
 class Moments(NamedTuple):
@@ -71,6 +71,7 @@ def with_server(
     return federated(task, local, system, method)
 
 
+@checked("algorithm")
 def fedavgm(
     task: Task,
     local: Local,
@@ -84,10 +85,10 @@ def fedavgm(
     Args: `server_lr` > 0 is the server's step size; `momentum` from 0 to below 1: v <- momentum
     v + update, and the server adds server_lr v.
     """
-    check_arguments(fedavgm, locals(), "algorithm")
     return with_server(task, local, system, optax.sgd(server_lr, momentum=momentum))
 
 
+@checked("algorithm")
 def fedadagrad(
     task: Task,
     local: Local,
@@ -102,10 +103,10 @@ def fedadagrad(
     Args: `server_lr` > 0 is the server's step size; `b1` from 0 to below 1 is the decay of the
     first moment, 0: the update itself; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
     """
-    check_arguments(fedadagrad, locals(), "algorithm")
     return with_server(task, local, system, adaptive(lambda v, g2: v + g2, server_lr, b1, tau))
 
 
+@checked("algorithm")
 def fedadam(
     task: Task,
     local: Local,
@@ -121,11 +122,11 @@ def fedadam(
     Args: `server_lr` > 0 is the server's step size; `b1` and `b2`, from 0 to below 1, are the
     decays of the first and second moment; `tau` > 0 is added to sqrt(v), and v starts at tau^2.
     """
-    check_arguments(fedadam, locals(), "algorithm")
     server = adaptive(lambda v, g2: b2 * v + (1 - b2) * g2, server_lr, b1, tau)
     return with_server(task, local, system, server)
 
 
+@checked("algorithm")
 def fedyogi(
     task: Task,
     local: Local,
@@ -137,7 +138,6 @@ def fedyogi(
     tau: PositiveFloat = 1e-3,
 ) -> Algorithm:
     """FedYogi: v <- v - (1 - b2) g^2 sign(v - g^2). Its settings are those of `fedadam`."""
-    check_arguments(fedyogi, locals(), "algorithm")
     return with_server(task, local, system, yogi(server_lr, b1, b2, tau))
 
 

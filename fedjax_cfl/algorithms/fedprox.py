@@ -17,9 +17,10 @@ from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Report, Task
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, checked
 
 
+@checked("algorithm")
 def fedprox(
     task: Task,
     local: Local,
@@ -33,7 +34,6 @@ def fedprox(
     Args: `mu` >= 0 is the weight of the proximal term; `drop_fraction`, from 0 to 1, is the
     part of the cohort that trains only 1 .. E - 1 epochs, uniformly drawn; their updates count.
     """
-    check_arguments(fedprox, locals(), "algorithm")
     solve = sgd(task, local, proximal(mu, erm(task)))
     slow = partial_epochs(drop_fraction, local.epochs) if drop_fraction else None
     method = Method(solve, prepare=slow, start_clients=no_clients)

@@ -19,9 +19,10 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.round.engine import serve_assigned
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
-from fedjax_cfl.validation import PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveFloat, PositiveInt, checked
 
 
+@checked("algorithm")
 def fedrc(
     task: Task,
     local: Local,
@@ -41,7 +42,6 @@ def fedrc(
     Raises InputError for what a mixture cannot be used with, see `fedem.refuse_single_models`, and
     for `hard` with new clients that do not use R.
     """
-    check_arguments(fedrc, locals(), "algorithm")
     if hard and not newcomers_use_shares:
         raise InputError(
             "algorithm.newcomers_use_shares=false: with hard=true new clients join by a round of"

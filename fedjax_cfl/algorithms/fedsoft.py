@@ -42,7 +42,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task, Upload
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 NAME = "FedSoft"  # of the rows that clients keep
 SHARES = "shares"  # of those that the server has
@@ -65,6 +65,7 @@ class Given(struct.PyTreeNode):
     is_late: jax.Array  # [] bool, it begins with the mean of the models by its shares
 
 
+@checked("algorithm")
 def fedsoft(
     task: Task,
     local: Local,
@@ -84,7 +85,6 @@ def fedsoft(
     long as they have not trained, on that of their group.
     Raises InputError for clients that keep something else of their own.
     """
-    check_arguments(fedsoft, locals(), "algorithm")
     if local.layers:
         raise InputError(
             "personal: every client of this method has a model of its own already, without"

@@ -18,15 +18,16 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
-from fedjax_cfl.clustering.distances import cosine_distance, euclidean
+from fedjax_cfl.clustering.distances import cosine_distance, euclidean, manhattan
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
-from fedjax_cfl.round.aggregate import weighted_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
@@ -46,9 +47,10 @@ from fedjax_cfl.types import (
     State,
     Task,
 )
-from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, checked, pick
 
-MetricFn = Callable[[Params], jax.Array]  # (updates [S, ...]) -> distances [S, S]
+# (updates [S, ...]) -> distances [S, S]
+MetricFn = TypeAliasType("MetricFn", Callable[[Params], jax.Array])
 
 
 class GroupDirections(struct.PyTreeNode):
@@ -59,6 +61,7 @@ class GroupDirections(struct.PyTreeNode):
     largest: jax.Array  # [] int32, the group of most founders
 
 
+@checked("algorithm")
 def fl_hc(
     task: Task,
     local: Local,
@@ -66,33 +69,34 @@ def fl_hc(
     *,
     m: PositiveInt,
     warm_up: NaturalInt = 20,
-    metric: MetricFn = cosine_distance,
+    metric: Literal["L1", "L2", "cosine"] | MetricFn = "cosine",
     linkage: Literal["ward", "complete", "average", "single"] = "complete",
     threshold: PositiveFloat | jax.Array | None = None,
     newcomers: Literal["largest", "nearest"] = "largest",
-    aggregate: AggregateFn = weighted_mean,
+    aggregate: MeanName | AggregateFn = "samples",
 ) -> Algorithm:
     """FL+HC: `warm_up` rounds of FedAvg, a round in which all clients are clustered, then
     FedAvg within at most m groups.
 
-    Args: `metric` between updates is manhattan | euclidean | cosine_distance; `linkage` is
-    ward (with euclidean) | complete | average | single; `threshold` is the distance up to
+    Args: `metric` between updates is L1 | L2 | cosine; `linkage` is
+    ward (with L2) | complete | average | single; `threshold` is the distance up to
     which groups are merged even if only m are left (None: exactly m); `newcomers` says
     where clients with samples go that sent none in that round, and those that come later:
     largest (group) | nearest (mean update, when they next take part); `aggregate` within a
-    group is weighted_mean | uniform_mean.
+    group is samples | uniform.
     Raises InputError for a value that is not listed here.
     """
-    check_arguments(fl_hc, locals(), "algorithm")
-    if linkage == "ward" and metric is not euclidean:
+    distance = pick(metric, L1=manhattan, L2=euclidean, cosine=cosine_distance)
+    if linkage == "ward" and distance is not euclidean:
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
+    mean = pick(aggregate, **MEANS)
     solve, start = sgd(task, local), one_active_group(task, m)
     join = join_largest_group(warm_up)
     if newcomers == "nearest":
         train = train_without_recording(solve, local, system)
-        join = join_nearest_direction(train, metric, warm_up)
-    found = cluster_updates(m, metric, linkage, threshold, newcomers, local.execution.mesh)
-    method = Method(solve, start=start, memory=init_memory, assign=join, aggregate=aggregate)
+        join = join_nearest_direction(train, distance, warm_up)
+    found = cluster_updates(m, distance, linkage, threshold, newcomers, local.execution.mesh)
+    method = Method(solve, start=start, memory=init_memory, assign=join, aggregate=mean)
     grouped = federated(task, local, system, method)
     method = Method(solve, start=start, regroup=found, aggregate=zero_step)
     clustering = federated(task, local, use_all_clients(system), method)

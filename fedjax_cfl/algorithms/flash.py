@@ -21,7 +21,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Params, Task
-from fedjax_cfl.validation import BelowOne, PositiveFloat, check_arguments
+from fedjax_cfl.validation import BelowOne, PositiveFloat, checked
 
 
 class Moments(NamedTuple):
@@ -32,6 +32,7 @@ class Moments(NamedTuple):
     rise: Params  # d, the moving mean of how far their squares are above v
 
 
+@checked("algorithm")
 def flash(
     task: Task,
     local: Local,
@@ -48,7 +49,6 @@ def flash(
     decays of m and v; `tau` > 0 is the least divisor. Raises InputError for a value that is not
     allowed.
     """
-    check_arguments(flash, locals(), "algorithm")
     return with_server(task, local, system, follow_drift(server_lr, b1, b2, tau), uniform_mean)
 
 

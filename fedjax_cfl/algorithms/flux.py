@@ -56,7 +56,7 @@ from fedjax_cfl.types import (
     Task,
     Work,
 )
-from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, checked
 
 # (model [1, ...], data, who [K] bool) -> the descriptions [K, R, L] of the training samples of the
 # clients `who`, 0 for others. R = 2 (C + 1) rows are the mean and the standard deviation of all
@@ -89,6 +89,7 @@ class Descriptions(struct.PyTreeNode):
     centers: jax.Array  # [m, R, L] float32, mean scaled description of each group
 
 
+@checked("algorithm")
 def flux(
     task: Task,
     local: Local,
@@ -116,7 +117,6 @@ def flux(
     not in its cohort gets the model for that, and the round does not wait for it. A newcomer gets
     the model, and sends 2 L words.
     """
-    check_arguments(flux, locals(), "algorithm")
     describe = describe_clients(task, local, latent)
     reach = (lambda apart, valid: factor * find_eps(apart, valid)) if eps is None else eps
     find = partial(find_groups, m=m, cluster=cluster, eps=reach, restarts=restarts)

@@ -22,9 +22,10 @@ from fedjax_cfl.round.start import common_model, keep_groups
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Selection, State, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 
+@checked("algorithm")
 def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt) -> Algorithm:
     """FedAvg within the true groups, 0 .. m - 1; groups that the data do not have are not in use,
     and one that appears later begins with the mean of the models that its clients had.
@@ -34,7 +35,6 @@ def known_groups(task: Task, local: Local, system: SystemLike, *, m: PositiveInt
     yet is not served, either. A run raises InputError for data without known groups, and for
     more than m of them.
     """
-    check_arguments(known_groups, locals(), "algorithm")
 
     def start(key: Key, data: FederatedData) -> Start:
         group = true_groups(data, m)

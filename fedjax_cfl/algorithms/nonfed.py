@@ -34,9 +34,10 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import checked
 
 
+@checked("algorithm")
 def nonfed(
     task: Task,
     local: Local,
@@ -52,7 +53,6 @@ def nonfed(
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
     """
-    check_arguments(nonfed, locals(), "algorithm")
     solve, in_place = sgd(task, local), reads_in_place(local.execution)
     method = Method(
         solve if in_place else train_own_model(solve),

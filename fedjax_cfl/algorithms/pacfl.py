@@ -29,7 +29,7 @@ from fedjax_cfl.decompose import eigh, svdvals
 from fedjax_cfl.models.task import as_float
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, FederatedData, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 Angle = Literal["vectors", "principal"]
 # samples of a class, for each of which there is a decomposition of its own: on a CPU core that of
@@ -37,6 +37,7 @@ Angle = Literal["vectors", "principal"]
 SIZES = 16, 64, 256, 1024, 4096
 
 
+@checked("algorithm")
 def pacfl(
     task: Task,
     local: Local,
@@ -58,7 +59,6 @@ def pacfl(
     `linkage` is that of the clustering, of which weighted is the code's "average".
     A client sends F words for each of its vectors, once; the server keeps them.
     """
-    check_arguments(pacfl, locals(), "algorithm")
     compare = partial(angles, angle=angle)
     return clustered(
         task,

@@ -19,14 +19,14 @@ from fedjax_cfl.round.start import no_clients
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Report, Task
-from fedjax_cfl.validation import NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, checked
 
 
+@checked("algorithm")
 def qfedavg(
     task: Task, local: Local, system: SystemLike, *, q: NonNegativeFloat = 1.0
 ) -> Algorithm:
     """q-FedAvg: clients are weighted by their loss to the power `q`."""
-    check_arguments(qfedavg, locals(), "algorithm")
     method = Method(
         sgd(task, local),
         prepare=attach_losses(task, local),

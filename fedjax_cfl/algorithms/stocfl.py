@@ -32,7 +32,7 @@ from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.method import AggregateFn, AssignAndFoundFn, FinishFn, Method, Round
 from fedjax_cfl.personal.layer import own_local
-from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
@@ -50,13 +50,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
-from fedjax_cfl.validation import (
-    Epochs,
-    FromMinusOne,
-    NonNegativeFloat,
-    PositiveInt,
-    check_arguments,
-)
+from fedjax_cfl.validation import Epochs, FromMinusOne, NonNegativeFloat, PositiveInt, checked, pick
 
 ABSENT = 4.0  # added to the distance of a group that is not compared: more than any other
 
@@ -71,6 +65,7 @@ class Common(struct.PyTreeNode):
     common: Params  # [1, ...], the model of all clients
 
 
+@checked("algorithm")
 def stocfl(
     task: Task,
     local: Local,
@@ -81,18 +76,18 @@ def stocfl(
     mu: NonNegativeFloat | jax.Array = 0.05,
     epochs: Epochs = 20,
     represent: Literal["members", "cohort"] = "members",
-    aggregate: AggregateFn = uniform_mean,
+    aggregate: MeanName | AggregateFn = "uniform",
 ) -> Algorithm:
     """StoCFL with room for m groups.
 
     Args: groups unite from a cosine of `tau` on (more than 1: never, -1: all); `mu` is the weight
     of the pull to the common model; `epochs` are those of the first update; a group is represented
     by the first updates of its members | of those in the cohort, and others do not unite;
-    `aggregate` of models is uniform_mean | weighted_mean.
+    `aggregate` of models is uniform | samples.
     A client of a round gets two models down, and sends two; when it is new, one more each way. The
     server keeps an update of every client.
     """
-    check_arguments(stocfl, locals(), "algorithm")
+    mean = pick(aggregate, **MEANS)
     aside = local.replace(epochs=epochs, steps=None, personal=None)
     pulled = sgd(task, local, proximal(mu, erm(task), center=lambda common: common))
     solve = Partial(
@@ -107,8 +102,8 @@ def stocfl(
         split_rows=(DIRECTIONS,),
         assign_and_found=unite_groups(train, local, tau, represent),
         prepare=send_common,
-        aggregate=aggregate,
-        finish=move_common(aggregate),
+        aggregate=mean,
+        finish=move_common(mean),
         start_clients=no_clients,
     )
     return federated(task, local, system, method)

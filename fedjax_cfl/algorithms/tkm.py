@@ -39,9 +39,10 @@ from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, sum
 from fedjax_cfl.system.system import System, SystemLike, as_system
 from fedjax_cfl.tree import drop_statistics, take_rows, where_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
-from fedjax_cfl.validation import Epochs, PositiveInt, Trim, check_arguments
+from fedjax_cfl.validation import Epochs, PositiveInt, Trim, checked
 
 
+@checked("algorithm")
 def tkm(
     task: Task,
     local: Local,
@@ -63,7 +64,6 @@ def tkm(
     The start holds K models and their order in memory, and costs K models down, the common start,
     and K up.
     """
-    check_arguments(tkm, locals(), "algorithm")
     method = Method(
         sgd(task, local),
         start=random_groups(task, m),

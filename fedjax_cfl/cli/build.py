@@ -4,7 +4,6 @@ import functools
 import inspect
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import hydra
 import jax
 import numpy as np
-from hydra.errors import HydraException
 from hydra.utils import instantiate
 from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
-from fedjax_cfl.cli.choices import name_arguments
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.rules import PACKAGE, check_sizes, collect_rules, resolve_target
+from fedjax_cfl.cli.settings import PACKAGE, check_sizes, collect_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.data.datasets.pool import number_owners
 from fedjax_cfl.data.dealing import set_apart_validation
@@ -42,7 +39,7 @@ from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
-from fedjax_cfl.validation import check_arguments, flatten_settings
+from fedjax_cfl.validation import check_settings, flatten_settings
 
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
@@ -381,8 +378,8 @@ def build_algorithm(
     # a table of all rounds; not in the settings, so that a run can be continued with more of them
     table = {"num_clients": data.num_clients, "rounds": config["rounds"]}
     given = table if "_partial_" in draw else {}
-    function = resolve_target(str(draw.get("_target_")))
-    if function and {"task", "local"} <= set(inspect.signature(function).parameters):
+    function = resolve_target("algorithm.select", str(draw.get("_target_")))
+    if {"task", "local"} <= set(inspect.signature(function).parameters):
         given = {"task": task, "local": local}  # it tries models on clients' data
     chosen = select or instantiate_target("algorithm.select", draw, **given)
     sizes = CohortSizes(
@@ -407,14 +404,14 @@ def with_selection(
 
 def find_inputs(config: dict[str, Any], setup: Setup, local: Local) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
-    traced, see `Rule`. 0 and null often leave a part out, and are compiled in. `local` is how
+    traced, see `Setting`. 0 and null often leave a part out, and are compiled in. `local` is how
     the clients of the `setup` train.
     """
-    rules, given = collect_rules(config), dict(flatten_settings(config))
+    settings, given = collect_settings(config), dict(flatten_settings(config))
     values = {
         name: float(given[name])
-        for name, rule in rules.items()
-        if rule.may_be_traced and INPUT.fullmatch(name) and given.get(name)
+        for name, setting in settings.items()
+        if setting.takes_arrays and INPUT.fullmatch(name) and given.get(name)
     }
     if not given.get("algorithm.max_m"):
         values.pop("algorithm.m", None)  # groups are as many as rows of arrays
@@ -502,20 +499,11 @@ def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **opti
     for values that the function does not allow.
     """
     target = str(node.get("_target_"))
-    if not target.startswith(PACKAGE) and os.getcwd() not in sys.path:
-        # one of the user's own; the folder is looked at last, so that it shadows nothing
-        sys.path.append(os.getcwd())
-    try:
-        function = instantiate(node, _partial_=True, _convert_="all")
-    except HydraException as error:
-        cause: BaseException = error
-        while cause.__cause__:
-            cause = cause.__cause__
-        raise InputError(f"{field}._target_={target}: cannot be imported: {cause}") from None
-    given = name_arguments(function.func, function.keywords | options)
+    resolve_target(field, target)
+    function = instantiate(node, _partial_=True, _convert_="all")
+    given = function.keywords | options
     try:
         inspect.signature(function.func).bind(*arguments, **given)
     except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
         raise InputError(f"{field}._target_={target}: {error}") from None
-    check_arguments(function.func, given, field)
-    return function.func(*arguments, **given)
+    return function.func(*arguments, **check_settings(function.func, given, field))

@@ -27,6 +27,7 @@ from fedjax_cfl.cli.build import (
 from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.outputs import print_error
+from fedjax_cfl.cli.settings import complete_settings
 from fedjax_cfl.cli.sweep import grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError
@@ -49,7 +50,7 @@ def run(config: DictConfig) -> None:
         # what is imported stays: looking through it for garbage takes a tenth of tracing's time
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
-    resolved = resolve_config(config)
+    resolved = complete_settings(resolve_config(config))
     alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = Path(
         str(resolved["run_dir"]) if alone else HydraConfig.get().runtime.output_dir
@@ -206,7 +207,7 @@ def list_members(
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        members.append((resolve_config(own), overrides, folder))
+        members.append((complete_settings(resolve_config(own)), overrides, folder))
     return members
 
 

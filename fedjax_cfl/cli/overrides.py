@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import compose_named, vectorized_names
-from fedjax_cfl.cli.rules import check_settings, collect_rules
+from fedjax_cfl.cli.settings import check_settings, collect_settings, complete_settings
 from fedjax_cfl.cli.sweep import Sweep, grid_axes, holds_sweep, list_points, run_folders
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import METRICS_FILE
@@ -128,7 +128,7 @@ def compose_checked(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
     that do not exist and values that are not allowed.
     """
     composed, config, default, names = compose_named(overrides)
-    check_settings(config, default, collect_rules(config), names)
+    check_settings(complete_settings(config), default, collect_settings(config), names)
     if "dataset.clients" in names and "${dataset.clients}" not in OmegaConf.to_yaml(composed):
         target = str(config["partition"]["_target_"]).rpartition(".")[2]
         raise InputError(

@@ -7,13 +7,13 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fedjax_cfl.cli.names import GRID_SETTINGS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.runs.results import INDEX_FILE, write_text
-from fedjax_cfl.validation import check_value, one_of
+from fedjax_cfl.validation import check_value
 
 # sweeps
 
@@ -68,7 +68,7 @@ def grid_axes(config: dict) -> dict[str, list]:
     found: dict[str, list] = {}
     for entry in config["vectorize"]:
         name, _, values = str(entry).partition("=")
-        check_value("vectorize", name, one_of(*GRID_SETTINGS))
+        check_value("vectorize", name, Literal[tuple(GRID_SETTINGS)])
         if not values or name in found:
             raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
         found[name] = [read_number(name, value) for value in values.split(",")]

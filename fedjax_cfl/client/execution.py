@@ -6,7 +6,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import is_cpu, make_mesh
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 LANES = 64  # of an accelerator, unless chosen for the data (`simulation.width`)
 
@@ -26,6 +26,7 @@ class Execution(NamedTuple):
     runs_as_one: bool = False
 
 
+@checked("local")
 def make_execution(
     mesh: Mesh | None = None,
     width: PositiveInt | None = None,
@@ -38,7 +39,6 @@ def make_execution(
     accelerator; `executor` of auto: sequential with a width of 1, else lanes.
     Raises InputError for a value that is not allowed, and for two that contradict each other.
     """
-    check_arguments(make_execution, locals(), "local")
     mesh = mesh or make_mesh()
     lanes = width or (1 if is_cpu(mesh) and executor != "lanes" else LANES)
     if executor == "auto":

@@ -20,7 +20,7 @@ from fedjax_cfl.validation import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
-    check_arguments,
+    check_settings,
 )
 
 Size = TypeVar("Size", int, jax.Array)
@@ -52,7 +52,7 @@ class Local:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        check_arguments(Local, vars(self), "local")
+        check_settings(Local, vars(self), "local")
         for part in self.layers:
             if not isinstance(part, Method) or part.solve is not None:
                 raise InputError(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.tree import drop_statistics, inner_products
 from fedjax_cfl.types import Params
@@ -94,7 +95,7 @@ def cosine_distance(delta: Params) -> jax.Array:
 
 
 # (a [A, p], b [B, p]) -> the distances [A, B] of points from others
-MetricFn = Callable[[jax.Array, jax.Array], jax.Array]
+MetricFn = TypeAliasType("MetricFn", Callable[[jax.Array, jax.Array], jax.Array])
 
 
 def _sum_gaps(
@@ -144,3 +145,10 @@ def _divergence(p: jax.Array, q: jax.Array) -> jax.Array:
     rest = jnp.where(u < 1, 1 - u, 1.0)  # 0 log 0 = 0
     exact = (1 + u) * jnp.log1p(u) + jnp.where(u < 1, rest * jnp.log(rest), 0.0)
     return (p + q) / 4 * jnp.where(u < 0.25, series, exact)
+
+
+METRICS: dict[str, MetricFn] = {
+    "l1": l1,
+    "jensen_shannon": jensen_shannon,
+    "squared_euclidean": squared_euclidean,
+}

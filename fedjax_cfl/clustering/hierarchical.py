@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.clustering.distances import dissimilarity, divide
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.types import Key, Params
-from fedjax_cfl.validation import check_value, one_of
+from fedjax_cfl.validation import check_value
 
 FARTHEST = 1e30  # stands in for infinite and NaN distances: N times it still fits float32
 
@@ -60,7 +61,7 @@ def agglomerate(
     the rows to cluster, None: all; pairs of clusters up to `threshold` [] apart are merged even if
     only m are left, None: none are.
     """
-    check_value("linkage", linkage, one_of(*LINKAGES))
+    check_value("linkage", linkage, Literal[tuple(LINKAGES)])
     begun = _begin(distance, valid)
     valid, index = begun[3] > 0, begun[4]
 

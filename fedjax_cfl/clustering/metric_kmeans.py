@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
 from fedjax_cfl.clustering.kmeans import move_centers, sample_rows
@@ -30,7 +31,9 @@ class Clusters(NamedTuple):
 # (key, points [K, p], valid [K] bool, m static, metric) -> at most m clusters of the clients that
 # the points represent; only those that are `valid` are clustered, others get the nearest center's
 # label
-ClusterFn = Callable[[Key, jax.Array, jax.Array, int, MetricFn], Clusters]
+ClusterFn = TypeAliasType(
+    "ClusterFn", Callable[[Key, jax.Array, jax.Array, int, MetricFn], Clusters]
+)
 
 
 def seed_centers(

@@ -16,12 +16,14 @@ data changed.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.typing import ArrayLike
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
@@ -40,7 +42,8 @@ CLIENT_BLOCK = 32
 
 
 # (counts, reference, initial_size) -> which clients [K] bool have shifted, see the module
-DetectFn = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+DetectFn = TypeAliasType("DetectFn", Callable[[jax.Array, jax.Array, jax.Array], jax.Array])
+DetectorName = Literal["tv", "label_w1", "counts_as_samples", "any_change"]
 
 
 def tv(
@@ -83,6 +86,14 @@ def counts_as_samples(
     # both sides of eq. 9 times C, so that they are whole numbers
     gaps = jnp.abs(jnp.sort(counts, axis=1) - jnp.sort(reference, axis=1)).astype(jnp.float32)
     return jnp.sum(gaps, axis=1) > threshold * initial_size
+
+
+DETECTORS: dict[str, DetectFn] = {
+    "tv": tv,
+    "label_w1": label_w1,
+    "counts_as_samples": counts_as_samples,
+    "any_change": any_change,
+}
 
 
 def total_variation(counts: jax.Array, reference: jax.Array) -> jax.Array:
@@ -137,7 +148,7 @@ def with_shift_reference(start: StartFn) -> StartFn:
 
 # (detected [K] bool, whose shift was; met [K] bool, that had a group before; data) -> which clients
 # [K] bool pay for a migration
-ChargeFn = Callable[[jax.Array, jax.Array, FederatedData], jax.Array]
+ChargeFn = TypeAliasType("ChargeFn", Callable[[jax.Array, jax.Array, FederatedData], jax.Array])
 
 
 def charge_detected(detected: jax.Array, met: jax.Array, data: FederatedData) -> jax.Array:

@@ -4,7 +4,7 @@ https://arxiv.org/abs/2411.01580, Algorithm 2 and appendix F.2).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from fedjax_cfl.clustering.kmeans import cluster_means
 from fedjax_cfl.clustering.metric_kmeans import largest_distance
 from fedjax_cfl.tree import group_sum, one_hot
 from fedjax_cfl.types import Params
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, pick
 
 
 class DriftEvent(NamedTuple):
@@ -149,6 +149,24 @@ def always() -> Trigger:
 def never() -> Trigger:
     """Never clusters all clients again; clients only move one by one."""
     return Trigger(lambda memory, moves: jnp.array(False))
+
+
+TriggerName = Literal[
+    "center_shift", "since_clustering", "pairwise", "pairwise_fixed", "always", "never"
+]
+
+
+def pick_trigger(trigger: TriggerName | Trigger, tau: float | jax.Array, delta: float) -> Trigger:
+    """Returns the trigger of this name; `tau` and `delta` are those of the functions above."""
+    return pick(
+        trigger,
+        center_shift=center_shift(tau),
+        since_clustering=center_shift_since_clustering(tau),
+        pairwise=pairwise(delta),
+        pairwise_fixed=pairwise_fixed(delta),
+        always=always(),
+        never=never(),
+    )
 
 
 def mixing_weights(old: jax.Array, new: jax.Array, valid: jax.Array, m: int) -> jax.Array:

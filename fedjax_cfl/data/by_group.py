@@ -12,19 +12,21 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import (
-    COUNT,
     BelowOne,
     Count,
+    NaturalInt,
     PositiveFloat,
     PositiveInt,
     Rule,
     Seed,
+    checked,
 )
 
 
@@ -34,22 +36,29 @@ def _read_size(given: int | str) -> tuple[Any, bool]:
     return (int(drawn[1]), True) if drawn else (given, False)
 
 
-# clients of each group; drawn:N: each client draws its group, N of them is the mean
-GroupSize = Annotated[
-    int | str,
+Drawn = Annotated[
+    str,
     Rule(
-        f"{COUNT.allowed}, or drawn:N with such a number, where each client draws its group",
-        lambda value: COUNT.holds(_read_size(value)[0]),
+        "drawn:N with such a number, where each client draws its group",
+        lambda text: re.fullmatch("drawn:[1-9][0-9]{0,6}", text),
     ),
 ]
-
-CLASSES = Rule(
-    "a list of lists of classes, one for each group, as [[0,1],[2,3]]", dealing.are_class_lists
+# clients of each group; drawn:N: each client draws its group, N of them is the mean
+GroupSize = TypeAliasType("GroupSize", Count | Drawn)
+Classes = TypeAliasType(
+    "Classes",
+    Annotated[
+        Sequence[Sequence[NaturalInt]],
+        Rule(
+            "a list of lists of classes, one for each group, as [[0,1],[2,3]]",
+            lambda value: value and all(value),
+        ),
+    ],
 )
-Classes = Annotated[Sequence[Sequence[int]], CLASSES]
 EVEN, STEP = 0.1, 0.05  # of a class, dealt evenly beside the Dirichlet shares; more, step by step
 
 
+@checked("partition")
 def class_groups(
     pool: Pool,
     *,
@@ -119,6 +128,7 @@ def _share_classes(
     return shares
 
 
+@checked("partition")
 def rotated_groups(
     pool: Pool,
     *,
@@ -160,6 +170,7 @@ def rotated_groups(
     return _encode(held, concept, maps)
 
 
+@checked("partition")
 def source_groups(
     pool: Pool,
     *,
@@ -200,6 +211,7 @@ def source_groups(
     return dealing.join_clients(train, test)._replace(concept=concept)
 
 
+@checked("partition")
 def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 0) -> Partition:
     """Deals the whole pool once for each of four rotations: IFCA's Rotated MNIST (n =
     100: 4 x 600 clients).

@@ -11,25 +11,29 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
-from fedjax_cfl.data.dealing import are_class_lists
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_value
+from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, Seed, checked
 
 __all__ = ["exchange_pairs", "permute_labels", "rotate"]
 TEN = 10  # clients are parted by the last digit of their number
-PAIRS = Rule(
-    f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
-    lambda value: (
-        are_class_lists(value)
-        and len(value) <= TEN
-        and all(len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
-    ),
+Pairs = TypeAliasType(
+    "Pairs",
+    Annotated[
+        Sequence[Sequence[NaturalInt]],
+        Rule(
+            f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
+            lambda value: (
+                0 < len(value) <= TEN
+                and all(own and len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
+            ),
+        ),
+    ],
 )
-Pairs = Annotated[Sequence[Sequence[int]], PAIRS]
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -98,6 +102,7 @@ def permute_labels(
     return x, np.array(list(tables), y.dtype)[concept[owner], y], concept
 
 
+@checked("concept")
 def exchange_pairs(
     x: np.ndarray,
     y: np.ndarray,
@@ -119,7 +124,6 @@ def exchange_pairs(
     the data do not have.
     """
     check_classes(Pool(x, y, num_classes), "concept=exchange_pairs", "use concept=none")
-    check_value("concept.pairs", pairs, PAIRS)
     highest = max(map(max, pairs))
     if highest >= num_classes:
         raise InputError(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.random import RandomState
@@ -10,11 +10,10 @@ from numpy.random import RandomState
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import check_arguments, check_value, whole
+from fedjax_cfl.validation import check_value, whole
 
 # recipes that look at no labels, or, as shards, at their order alone
 WITHOUT_CLASSES = ("by_user", "from_file", "iid", "quantity_skew", "shards")
-CLASS = whole(0)
 LEAST_TO_SHARE = 10  # training samples of a client, below which none is set apart
 
 
@@ -93,16 +92,6 @@ def split_train_test(
     return join_clients([train for train, _ in parts], [test for _, test in parts])
 
 
-def are_class_lists(value: Any) -> bool:
-    """Returns whether a value is a list of lists of classes, none of them empty."""
-    return (
-        isinstance(value, list | tuple)
-        and len(value) > 0
-        and all(isinstance(own, list | tuple) and len(own) > 0 for own in value)
-        and all(CLASS.holds(label) for own in value for label in own)
-    )
-
-
 def draw_samples(rng: RandomState, held: Sequence[np.ndarray], count: int) -> list[np.ndarray]:
     """Returns `count` samples of each client, drawn of those it would have. Raises InputError for a
     client that has fewer.
@@ -162,7 +151,6 @@ def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any])
     """Checks the arguments that a recipe was given, and returns its generator. Raises InputError
     where it deals classes, and the pool has none.
     """
-    check_arguments(recipe, values, "partition")
     if recipe.__name__ not in WITHOUT_CLASSES:
         remedy = "name clients in the data, or use partition=iid, quantity_skew or shards"
         check_classes(values["pool"], f"partition={recipe.__name__}", remedy)
@@ -171,7 +159,7 @@ def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any])
 
 def check_range(name: str, value: int, low: int, high: int) -> None:
     """Raises unless `value` is a whole number in low .. high, which the pool decides."""
-    check_value(f"partition.{name}", value, whole(low, high))
+    check_value(f"partition.{name}", value, Annotated[int, whole(low, high)])
 
 
 def check_clients(clients: int, limit: int, what: str) -> None:

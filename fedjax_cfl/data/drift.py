@@ -28,7 +28,7 @@ from fedjax_cfl.data.federated import (
 )
 from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, checked
 
 __all__ = ["Drift", "label_swap", "none", "swap_all", "swap_at", "swap_part"]
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
@@ -80,11 +80,11 @@ def none() -> Drift:
     return Drift(keep_nothing, apply, moves=False)
 
 
+@checked("drift")
 def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
     """Pairs the pool's clients at random; each pair exchanges all its training and test
     samples with probability p.
     """
-    check_arguments(swap_all, locals(), "drift")
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -104,11 +104,11 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
     return Drift(keep_nothing, apply)
 
 
+@checked("drift")
 def swap_at(round: NaturalInt, p: Fraction | jax.Array = 1.0, pool: SwapPool = "all") -> Drift:
     """As `swap_all`, in one round alone: when `round` rounds have finished, so that the row of that
     number is the last before the shift.
     """
-    check_arguments(swap_at, locals(), "drift")
 
     def apply(
         key: Key, now: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -119,6 +119,7 @@ def swap_at(round: NaturalInt, p: Fraction | jax.Array = 1.0, pool: SwapPool = "
     return Drift(keep_nothing, apply)
 
 
+@checked("drift")
 def swap_part(
     p: Fraction | jax.Array = 0.05,
     pool: SwapPool = "all",
@@ -131,7 +132,6 @@ def swap_part(
     no label that the other lacks, the pair does not swap. With on_impossible "abort" no later
     pair of the round swaps, either (D13).
     """
-    check_arguments(swap_part, locals(), "drift")
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -254,12 +254,12 @@ def _most_by_label(data: FederatedData) -> int:
     return max(data.max_client_samples, int(min(most.max(), counts.sum())))
 
 
+@checked("drift")
 def label_swap(fraction: Fraction = 0.5, period: PositiveInt = 30) -> Drift:
     """Concept drift: every `period` rounds a random `fraction` of the clients each exchange
     two labels that they have, in training and test data (Fielding,
     https://arxiv.org/abs/2411.01580, appendix E.1).
     """
-    check_arguments(label_swap, locals(), "drift")
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array

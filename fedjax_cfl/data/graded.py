@@ -6,9 +6,10 @@ classes), P(x|y) (x_given_y: images of some classes turned), or in P(y) (`class_
 K clients, N samples, C classes, H the height and width of an image.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.concept import ConceptArrays, draw_concepts
@@ -16,14 +17,16 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, Count, PositiveInt, Seed, check_value, whole
+from fedjax_cfl.validation import BelowOne, Count, PositiveInt, Seed, checked, whole
 
 # (angles, colours) of each level of P(x)
 PATTERNS = ((2, 1), (3, 1), (4, 1), (5, 1), (2, 3), (3, 3), (4, 3), (5, 3))
 LEVELS = len(PATTERNS)
+Level = TypeAliasType("Level", Annotated[int, whole(1, LEVELS)])
 COLOURS = (0, 2, 1)  # the channel that is full: red, blue, green
 
 
+@checked("concept")
 def graded(
     x: np.ndarray,
     y: np.ndarray,
@@ -32,7 +35,7 @@ def graded(
     num_classes: int,
     *,
     shift: Literal["x", "y_given_x", "x_given_y"] = "x",
-    level: PositiveInt = 4,
+    level: Level = 4,
     seed: Seed = 0,
 ) -> ConceptArrays:
     """Changes what clients see, by level 1 .. 8 of a shift. Clients that see the same form a group.
@@ -49,7 +52,6 @@ def graded(
     Raises InputError for another level, more classes than there are, samples that are no square
     images where they are turned, and colours of images that have other than one or three channels.
     """
-    check_value("concept.level", level, whole(1, LEVELS))
     if shift != "y_given_x":
         check_square(x, f"concept=graded concept.shift={shift}")
     if shift == "x":
@@ -120,11 +122,12 @@ def number_rows(table: np.ndarray) -> np.ndarray:
     return np.unique(table, axis=0, return_inverse=True)[1].reshape(-1).astype(np.int32)
 
 
+@checked("partition")
 def class_subsets(
     pool: Pool,
     *,
     clients: Count,
-    level: PositiveInt = 4,
+    level: Level = 4,
     subsets: PositiveInt = 5,
     samples_per_client: Count | None = None,
     seed: Seed = 0,
@@ -139,7 +142,6 @@ def class_subsets(
     class that more clients keep than it has samples, and a client that has too few.
     """
     rng = dealing.check_partition(class_subsets, locals())
-    check_value("partition.level", level, whole(1, LEVELS))
     kept = max(1, round(pool.num_classes * (11 - level) / 10))
     sets = np.zeros((subsets, pool.num_classes), bool)
     for own in sets:

@@ -7,21 +7,23 @@ Differs from the paper: `compounding` lets released data shrink, as the FlexCFL 
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import number, whole
+from fedjax_cfl.validation import NaturalInt, checked, number
 
 MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
-RELEASED = number(
-    f"numbers from {1 / MAX_DENOMINATOR} to 1", lambda value: 1 / MAX_DENOMINATOR <= value <= 1
+LEAST = 1 / MAX_DENOMINATOR
+Released = TypeAliasType(
+    "Released", Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
 )
 
 
@@ -35,9 +37,10 @@ class IncrementalMemory(struct.PyTreeNode):
     quota: jax.Array  # [T, K] int32, training samples visible from each scheduled round on
 
 
+@checked("drift")
 def incremental(
-    fractions: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
-    schedule: Sequence[int] = (0, 50, 100, 150),
+    fractions: Sequence[Released] = (0.25, 0.5, 0.75, 1.0),
+    schedule: Sequence[NaturalInt] = (0, 50, 100, 150),
     compounding: bool = False,
 ) -> Drift:
     """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
@@ -89,8 +92,8 @@ def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fractio
             f"{given}: expected {max(len(schedule), 1)}, one for each round of"
             f" drift.schedule={list(schedule)}"
         )
-    if not all(map(whole(0).holds, schedule)) or any(a >= b for a, b in pairwise(schedule)):
+    if any(a >= b for a, b in pairwise(schedule)):
         raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    if not all(map(RELEASED.holds, fractions)) or any(a >= b for a, b in pairwise(fractions)):
-        raise InputError(f"{given}: expected increasing {RELEASED.allowed}")
+    if any(a >= b for a, b in pairwise(fractions)):
+        raise InputError(f"{given}: expected increasing numbers")
     return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]

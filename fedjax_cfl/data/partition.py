@@ -23,15 +23,14 @@ from fedjax_cfl.data.ring import ditto, femnist_power_law, power_law
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import (
-    COUNT,
     BelowOne,
     Count,
     NaturalInt,
     PositiveFloat,
     PositiveInt,
     Seed,
-    check_arguments,
     check_value,
+    checked,
 )
 
 __all__ = [
@@ -44,6 +43,7 @@ MAX_REDRAWS = 1000  # redraws of a random split before giving up
 DEALT = 100  # clients that samples are dealt to, where neither the data nor the user say how many
 
 
+@checked("partition")
 def by_user(
     pool: Pool, *, clients: Count | None = None, seed: Seed = 0, test_fraction: BelowOne = 0.1
 ) -> Partition:
@@ -60,7 +60,7 @@ def by_user(
             " another partition"
         )
     named = int(pool.client.max()) + 1
-    check_value("partition.clients", named, COUNT)
+    check_value("partition.clients", named, Count)
     held = dealing.group_places(pool.client, named)
     test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
     if clients not in (None, named):
@@ -75,6 +75,7 @@ def by_user(
     return dealing.join_clients(*sides)._replace(**own)
 
 
+@checked("partition")
 def auto(
     pool: Pool,
     *,
@@ -89,7 +90,6 @@ def auto(
     Args: `clients` are drawn of the owners or dealt samples, None: all owners, or `DEALT`; the
     others are as those of `dirichlet`; with natural owners only `seed` and `test_fraction` count.
     """
-    check_arguments(auto, locals(), "partition")
     common = {"seed": seed, "test_fraction": test_fraction}
     if pool.client is not None:
         return by_user(pool, clients=clients, **common)
@@ -104,6 +104,7 @@ def auto(
         ) from None
 
 
+@checked("partition")
 def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals all samples at random, the same number to every client (plus or minus one)."""
     rng = dealing.check_partition(iid, locals())
@@ -112,6 +113,7 @@ def iid(pool: Pool, *, clients: Count, seed: Seed = 0, test_fraction: BelowOne =
     return dealing.split_train_test(dealt, rng, test_fraction)
 
 
+@checked("partition")
 def shards(
     pool: Pool,
     *,
@@ -139,6 +141,7 @@ def shards(
     return dealing.split_train_test(dealt, rng, test_fraction)
 
 
+@checked("partition")
 def dirichlet(
     pool: Pool,
     *,
@@ -193,6 +196,7 @@ def _dirichlet_cuts(
     return cuts
 
 
+@checked("partition")
 def dirichlet_per_client(
     pool: Pool,
     *,
@@ -228,6 +232,7 @@ def dirichlet_per_client(
     return dealing.join_clients(*held)
 
 
+@checked("partition")
 def quantity_skew(
     pool: Pool,
     *,

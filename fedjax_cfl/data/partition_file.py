@@ -19,12 +19,13 @@ from fedjax_cfl.data.dealing import (
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, Seed
+from fedjax_cfl.validation import BelowOne, Seed, checked
 
 EXPECTED = "an object of lists of sample numbers by client, a list of such lists, or train and test"
 Held = tuple[np.ndarray, np.ndarray, np.ndarray | None, tuple[str | int, ...] | None]
 
 
+@checked("partition")
 def from_file(pool: Pool, *, path: str, seed: Seed = 0, test_fraction: BelowOne = 0.1) -> Partition:
     """Deals samples as a file says, by their numbers in the pool, from 0: those for training come
     first where a data set has a test part of its own. Clients may share samples.

@@ -11,7 +11,7 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Partition, Pool
-from fedjax_cfl.validation import Fraction, NaturalInt, Seed, check_arguments
+from fedjax_cfl.validation import Fraction, NaturalInt, Seed, checked
 
 __all__ = ["draw_false_orders", "report_falsely", "share_samples"]
 
@@ -33,6 +33,7 @@ def report_falsely(labels: jax.Array, orders: jax.Array) -> jax.Array:
     return jnp.take_along_axis(labels, orders, axis=1)
 
 
+@checked("shared_samples")
 def share_samples(
     pool: Pool,
     holdings: Partition,
@@ -48,7 +49,6 @@ def share_samples(
     half of the labels, 1 of each, 2 of each); `seed` fixes all draws. Raises InputError if a
     label has too few.
     """
-    check_arguments(share_samples, locals(), "shared_samples")
     if not per_label:
         return holdings
     what = f"shared_samples.per_label={per_label}"

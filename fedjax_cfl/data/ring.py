@@ -9,9 +9,10 @@ import numpy as np
 from fedjax_cfl.data import dealing
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
-from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed
+from fedjax_cfl.validation import BelowOne, Count, PositiveFloat, PositiveInt, Seed, checked
 
 
+@checked("partition")
 def power_law(
     pool: Pool,
     *,
@@ -76,6 +77,7 @@ def _scaled_lognormal(
     return (spare[:, None, None] * used / np.where(totals > 0, totals, 1))[place].astype(int)
 
 
+@checked("partition")
 def femnist_power_law(
     pool: Pool,
     *,
@@ -115,6 +117,7 @@ def femnist_power_law(
     return dealing.split_train_test(held, rng, test_fraction)
 
 
+@checked("partition")
 def ditto(
     pool: Pool, *, clients: Count = 500, seed: Seed = 233, classes_per_client: PositiveInt = 5
 ) -> Partition:

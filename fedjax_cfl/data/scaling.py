@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import checked
 
 Standardize = Literal["none", "client", "pool"]
 BLOCK = 4096  # samples whose moments are added up at once
@@ -53,6 +53,7 @@ class Scaling(NamedTuple):
         return Scaling(*_measure(_as_float(x, self.mean.dtype), *common))
 
 
+@checked()
 def standardize(
     data: FederatedData, by: Standardize, clients: int | None = None
 ) -> tuple[FederatedData, Scaling | None]:
@@ -63,7 +64,6 @@ def standardize(
     "none". `clients`: the pool are the first so many, None: all. Test samples never count.
     Raises InputError for samples that are turned when they are read, or that stay on the host.
     """
-    check_arguments(standardize, {"by": by})
     if by == "none":
         return data, None
     if data.turns is not None or data.owner is None:

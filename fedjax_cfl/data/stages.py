@@ -6,6 +6,7 @@ T stages, K clients, N holdings.
 """
 
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
@@ -14,28 +15,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.concept import find_part
 from fedjax_cfl.data.drift import Drift, edit_owners
 from fedjax_cfl.data.federated import build_views, check_holdings, federate, known_names
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key, Partition, Pool
-from fedjax_cfl.validation import PositiveInt, Rule, Seed, check_arguments, whole
+from fedjax_cfl.validation import PositiveInt, Rule, Seed, checked, whole
 
 __all__ = ["by_stage", "federate_stages", "scheduled"]
-ROUND = whole(1)
-Rounds = Annotated[
-    Sequence[int],
-    Rule(
-        "a list of increasing whole numbers >= 1",
-        lambda value: (
-            isinstance(value, list | tuple)
-            and len(value) > 0
-            and all(map(ROUND.holds, value))
-            and all(a < b for a, b in pairwise(value))
+Rounds = TypeAliasType(
+    "Rounds",
+    Annotated[
+        Sequence[PositiveInt],
+        Rule(
+            "a list of increasing whole numbers >= 1",
+            lambda value: len(value) > 0 and all(a < b for a, b in pairwise(value)),
         ),
-    ),
-]
+    ],
+)
 FindStageFn = Callable[[jax.Array | int, int, int], jax.Array]  # (round, K, T) -> [K] int32
 
 
@@ -46,6 +45,7 @@ class StageMemory(struct.PyTreeNode):
     is_test: jax.Array  # [N] bool
 
 
+@checked("drift")
 def by_stage(period: PositiveInt = 20, prequential: bool = True) -> Drift:
     """Every `period` rounds all clients go on to their next stage; they stay in the last one.
 
@@ -54,7 +54,6 @@ def by_stage(period: PositiveInt = 20, prequential: bool = True) -> Drift:
     stage, in the last one on its own; true groups are those of the samples that they train on.
     Raises InputError for data without stages.
     """
-    check_arguments(by_stage, locals(), "drift")
 
     def find_stage(round: jax.Array | int, clients: int, stages: int) -> jax.Array:
         return jnp.full(clients, jnp.minimum(round // period, stages - 1), jnp.int32)
@@ -62,6 +61,7 @@ def by_stage(period: PositiveInt = 20, prequential: bool = True) -> Drift:
     return show_stages("drift=by_stage", find_stage, prequential)
 
 
+@checked("drift")
 def scheduled(
     kind: Literal["sudden", "incremental", "recurring"] = "sudden",
     rounds: Rounds = (100,),
@@ -78,14 +78,13 @@ def scheduled(
     concept in each, or, with `exchange`, has from another client. `seed` draws from whom.
     Raises InputError for rounds that do not fit the stages.
     """
-    check_arguments(scheduled, locals(), "drift")
     needs = {
-        "sudden": (whole(stages - 1, stages - 1), stages, "one round for each stage but the first"),
-        "incremental": (whole(2, 10), 2, "2 to 10 rounds, one for each part, and drift.stages=2"),
-        "recurring": (whole(stages), stages, "at least as many rounds as stages"),
+        "sudden": (range(stages - 1, stages), stages, "one round for each stage but the first"),
+        "incremental": (range(2, 11), 2, "2 to 10 rounds, one for each part, and drift.stages=2"),
+        "recurring": (range(stages, sys.maxsize), stages, "at least as many rounds as stages"),
     }
     counts, wanted, words = needs[kind]
-    if not counts.holds(len(rounds)) or stages != wanted:
+    if len(rounds) not in counts or stages != wanted:
         raise InputError(
             f"drift.rounds={list(rounds)}, drift.stages={stages}: drift.kind={kind} needs {words}"
         )
@@ -104,6 +103,7 @@ def scheduled(
     return drift._replace(federate=make)
 
 
+@checked("drift")
 def federate_stages(
     pool: Pool,
     holdings: Partition,
@@ -122,7 +122,6 @@ def federate_stages(
     Raises InputError where stages would not differ, and for a concept that gives all clients the
     same true group in all of them.
     """
-    check_arguments(federate_stages, locals(), "drift")
     if concept is None and not exchange:
         raise InputError(
             "drift=scheduled: nothing would change; use concept=graded or another concept, or"

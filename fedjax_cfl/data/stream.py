@@ -23,9 +23,9 @@ from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
-from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, checked
 
-__all__ = ["Window", "bucket", "burst", "by_time", "gradual", "rotate"]
+__all__ = ["bucket", "burst", "by_time", "gradual", "rotate"]
 ALWAYS = -1  # the interval of a holding that is in every window
 ARRANGE = 10  # purpose of a draw, see `drift`
 
@@ -33,9 +33,9 @@ ARRANGE = 10  # purpose of a draw, see `drift`
 class Window(NamedTuple):
     """When data arrive, and how long they are kept."""
 
-    intervals: PositiveInt = 10  # B, of the whole trace
-    period: PositiveInt = 50  # g, rounds between two arrivals
-    retained: PositiveInt = 100  # rounds of data that a client keeps, and begins with
+    intervals: int  # B, of the whole trace
+    period: int  # g, rounds between two arrivals
+    retained: int  # rounds of data that a client keeps, and begins with
     prequential: bool = False  # clients are tested on what arrives next, not on the window
 
     @property
@@ -78,7 +78,6 @@ def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
     `arrange` says when each holding arrives. Raises InputError for a window that is not allowed,
     and where a test needs what arrives next, but nothing does.
     """
-    check_arguments(Window, window._asdict(), "drift")
     intervals = window.intervals
     is_static = window.length == intervals
     if is_static and window.prequential:
@@ -189,15 +188,31 @@ def _turn_ranges(view, owner, offset, before, oldest, newest) -> ClientIndex:
     return view.replace(order=turned, size=always + offset[:, newest + 1] - offset[:, oldest])
 
 
-def bucket(window: Window = Window()) -> Drift:
+@checked("drift")
+def bucket(
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 50,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
+) -> Drift:
     """Each client deals its labels to the intervals at random; an interval brings all
     samples of its labels (the Open Images trace of Fielding).
+
+    Args: as the fields of `Window`, in this drift and those below: `intervals` of the whole trace,
+    `period` rounds between two arrivals, `retained` rounds of data that a client keeps;
+    `prequential`: clients are tested on what arrives next.
     """
-    return stream(traces.deal_labels, window)
+    return stream(traces.deal_labels, Window(intervals, period, retained, prequential))
 
 
+@checked("drift")
 def gradual(
-    alpha: PositiveFloat = 1.0, epsilon: Fraction = 0.1, window: Window = Window(period=30)
+    alpha: PositiveFloat = 1.0,
+    epsilon: Fraction = 0.1,
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 30,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """The label shares of a client move slowly: p_{b+1} = (1 - epsilon) p_b + epsilon
     Dir(alpha / C). Its samples are redrawn from those shares, see `traces.redraw_samples`.
@@ -205,21 +220,24 @@ def gradual(
     `alpha` > 0, the larger the more even are label shares; `epsilon`, from 0 to 1, is how much of
     them is new in an interval.
     """
-    check_arguments(gradual, locals(), "drift")
-    never = np.zeros(window.intervals, bool)
+    never = np.zeros(intervals, bool)
     redraw = functools.partial(
         traces.redraw_samples, alpha=alpha, epsilon=epsilon, is_burst=never, fraction=0.0
     )
-    return stream(redraw, window)
+    return stream(redraw, Window(intervals, period, retained, prequential))
 
 
+@checked("drift")
 def burst(
     alpha: PositiveFloat = 1.0,
     epsilon: Fraction = 0.02,
     fraction: Fraction = 0.5,
     begin: PositiveInt = 600,
     end: PositiveInt = 730,
-    window: Window = Window(105, 20),
+    intervals: PositiveInt = 105,
+    period: PositiveInt = 20,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
 ) -> Drift:
     """As `gradual`, and with every arrival in some rounds each client may draw new label shares
     (the heavy drift of Fielding's Fig. 1).
@@ -228,8 +246,7 @@ def burst(
     0 to 1, is the probability; the others are those of `gradual`. Raises InputError if no data
     arrive in those rounds.
     """
-    check_arguments(burst, locals(), "drift")
-    check_arguments(Window, window._asdict(), "drift")
+    window = Window(intervals, period, retained, prequential)
     # round, <= 0 at the start
     arrival = (np.arange(window.intervals) - window.length + 1) * window.period
     is_burst = (arrival >= max(begin, 1)) & (arrival <= end)
@@ -244,24 +261,35 @@ def burst(
     return stream(redraw, window)
 
 
-def rotate(p: Fraction = 0.1, window: Window = Window(period=20)) -> Drift:
+@checked("drift")
+def rotate(
+    p: Fraction = 0.1,
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 20,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
+) -> Drift:
     """Covariate drift: what arrives at a client is turned by a number of quarters, random at
     first; with each interval it turns by one more with probability `p`, from 0 to 1.
     """
-    check_arguments(rotate, locals(), "drift")
 
-    return _checked(
-        stream(functools.partial(traces.turn_arrivals, p=p), window),
-        lambda data: check_square(data.x, "drift=stream_rotate"),
-    )
+    window = Window(intervals, period, retained, prequential)
+    drift = stream(functools.partial(traces.turn_arrivals, p=p), window)
+    return _checked(drift, lambda data: check_square(data.x, "drift=stream_rotate"))
 
 
-def by_time(window: Window = Window()) -> Drift:
+@checked("drift")
+def by_time(
+    intervals: PositiveInt = 10,
+    period: PositiveInt = 50,
+    retained: PositiveInt = 100,
+    prequential: bool = False,
+) -> Drift:
     """Samples arrive in the order of their real times, which are cut into intervals of equal
     length. Raises InputError for data without times.
     """
-    drift = stream(traces.cut_times, window)
-    return _checked(drift, lambda data: traces.check_times(data, window.intervals))
+    drift = stream(traces.cut_times, Window(intervals, period, retained, prequential))
+    return _checked(drift, lambda data: traces.check_times(data, intervals))
 
 
 def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:

@@ -1,7 +1,5 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
-import sys
-
 from fedjax_cfl.models.layers import BatchNorm, BatchStatNorm, GroupNorm
 from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
@@ -20,7 +18,6 @@ from fedjax_cfl.models.zoo import (
     StackedGRU,
     StackedLSTM,
 )
-from fedjax_cfl.signatures import tidy
 from fedjax_cfl.tasks.multilabel import multilabel
 from fedjax_cfl.tasks.regression import regression
 
@@ -51,4 +48,6 @@ __all__ = [
     "regression",
 ]
 
-tidy(sys.modules[__name__])
+
+def __dir__() -> list[str]:
+    return __all__

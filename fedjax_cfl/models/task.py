@@ -16,7 +16,7 @@ from fedjax_cfl.models.layers import flatten, mark_real
 from fedjax_cfl.tasks import CLASSIFICATION, REGRESSION, Targets
 from fedjax_cfl.tree import STATISTICS, as_variables, drop_statistics, pull_statistics
 from fedjax_cfl.types import FirstLayer, Key, Params, Task
-from fedjax_cfl.validation import NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, checked
 
 
 def as_float(x: jax.Array) -> jax.Array:
@@ -24,6 +24,7 @@ def as_float(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) / 255 if x.dtype == jnp.uint8 else x
 
 
+@checked()
 def as_task(
     module: nn.Module,
     sample_shape: tuple[int, ...],
@@ -48,7 +49,6 @@ def as_task(
         shown = type(module).__name__ if isinstance(module, nnx.Module) else repr(module)
         remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
         raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
-    check_arguments(as_task, {"l2": l2})
     targets = targets or (CLASSIFICATION if num_classes else REGRESSION)
     if num_classes and targets.name != CLASSIFICATION.name:
         raise InputError(f"num_classes={num_classes}: y are classes, or `targets`: then it is 0")

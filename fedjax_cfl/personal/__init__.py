@@ -2,8 +2,6 @@
 `Method` per layer. `Local.personal` takes one or several.
 """
 
-import sys
-
 from fedjax_cfl.personal.apfl import apfl
 from fedjax_cfl.personal.ditto import ditto
 from fedjax_cfl.personal.fedala import fedala
@@ -14,7 +12,6 @@ from fedjax_cfl.personal.per_fedavg import per_fedavg
 from fedjax_cfl.personal.pfedme import pfedme
 from fedjax_cfl.personal.scaffold import scaffold
 from fedjax_cfl.personal.split import fedbabu, fedbn, fedper, fedrep, lg_fedavg
-from fedjax_cfl.signatures import tidy
 
 __all__ = [
     "apfl",
@@ -33,4 +30,6 @@ __all__ = [
     "scaffold",
 ]
 
-tidy(sys.modules[__name__])
+
+def __dir__() -> list[str]:
+    return __all__

@@ -14,7 +14,7 @@ from fedjax_cfl.client.steps import Step
 from fedjax_cfl.method import Method
 from fedjax_cfl.personal.layer import layer
 from fedjax_cfl.types import Params
-from fedjax_cfl.validation import Fraction, check_arguments
+from fedjax_cfl.validation import Fraction, checked
 
 
 class Mixture(struct.PyTreeNode):
@@ -24,6 +24,7 @@ class Mixture(struct.PyTreeNode):
     alpha: jax.Array  # [] float32, the share a of v
 
 
+@checked("personal")
 def apfl(*, alpha: Fraction = 0.5, adaptive: bool = False) -> Method:
     """APFL (Algorithm 1), mixing parameters.
 
@@ -34,7 +35,6 @@ def apfl(*, alpha: Fraction = 0.5, adaptive: bool = False) -> Method:
     The mixture at a round's first step is of the received model, not of the one before. Raises
     InputError for a value that is not allowed.
     """
-    check_arguments(apfl, locals(), "personal")
 
     def step(c: Step, w: Params, own: Mixture) -> tuple[Params, Mixture]:
         slope, a = c.grad(mix(own, w)), own.alpha

@@ -11,9 +11,10 @@ from fedjax_cfl.client.steps import Step
 from fedjax_cfl.method import Method
 from fedjax_cfl.personal.layer import layer
 from fedjax_cfl.types import Params
-from fedjax_cfl.validation import Epochs, NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import Epochs, NonNegativeFloat, checked
 
 
+@checked("personal")
 def ditto(*, lam: NonNegativeFloat = 1.0, epochs: Epochs | None = None) -> Method:
     """Ditto (Algorithm 1). Raises InputError for a value that is not allowed.
 
@@ -21,7 +22,6 @@ def ditto(*, lam: NonNegativeFloat = 1.0, epochs: Epochs | None = None) -> Metho
     alone, a large one gives every client the model of its group. `epochs` passes train v, None: it
     takes as many steps as the model of the group.
     """
-    check_arguments(ditto, locals(), "personal")
 
     def step(c: Step, v: Params) -> Params:
         pulled = jax.tree.map(lambda g, v, w: g + lam * (v - w), c.grad(v), v, c.received)

@@ -28,7 +28,7 @@ from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.method import Method
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload, Work
-from fedjax_cfl.validation import INT32_MAX, Fraction, NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import INT32_MAX, Fraction, NonNegativeFloat, checked
 
 # a client's first fit ends once the standard deviation of the losses of `WINDOW` epochs is small
 SMALL, WINDOW, MOST_EPOCHS = 0.1, 10, 100
@@ -44,6 +44,7 @@ class Mixing(struct.PyTreeNode):
     fitted: jax.Array  # [] bool, W has been fitted to this group
 
 
+@checked("personal")
 def fedala(
     *, layers: Sequence[str] = ("head",), share: Fraction = 0.8, lr: NonNegativeFloat = 1.0
 ) -> Method:
@@ -55,7 +56,6 @@ def fedala(
     counted. Raises InputError for a value that is not allowed, and, when the method is built, for a
     layer that the model does not have.
     """
-    check_arguments(fedala, locals(), "personal")
     if share == 0:
         raise InputError("personal.share=0.0: must be above 0; use personal=none")
 

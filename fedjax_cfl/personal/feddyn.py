@@ -24,11 +24,12 @@ from fedjax_cfl.method import Correction, Method
 from fedjax_cfl.personal.scaffold import remove_correction
 from fedjax_cfl.tree import copy_statistics
 from fedjax_cfl.types import Params, Task
-from fedjax_cfl.validation import PositiveFloat, check_arguments
+from fedjax_cfl.validation import PositiveFloat, checked
 
 LEAST_MEMBERS = 3
 
 
+@checked("personal")
 def feddyn(*, alpha: PositiveFloat = 0.01) -> Method:
     """FedDyn (Algorithm 1): a client's loss has + <h, y> + alpha / 2 ||y - w||^2, with its row h,
     minus the gradient of its loss where it ended: h <- h + alpha (y - w).
@@ -39,7 +40,6 @@ def feddyn(*, alpha: PositiveFloat = 0.01) -> Method:
     Running statistics have no term. Raises InputError for a value that is not allowed, and for a
     step size of 1 / alpha or more, with which steps turn back.
     """
-    check_arguments(feddyn, locals(), "personal")
 
     def pull(objective: Objective, received: Params, row: Params) -> Objective:
         return objective.replace(mu=alpha if objective.mu is None else alpha + objective.mu)

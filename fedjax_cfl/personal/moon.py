@@ -27,7 +27,7 @@ from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Params, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, checked
 
 LEAST_SQUARE = 1e-12  # of features, below which they have no direction
 
@@ -39,6 +39,7 @@ class Previous(struct.PyTreeNode):
     known: jax.Array  # [] bool, False: it never has
 
 
+@checked("personal")
 def moon(
     *, mu: NonNegativeFloat = 1.0, temperature: PositiveFloat = 0.5, layer: str = "head"
 ) -> Method:
@@ -51,7 +52,6 @@ def moon(
     Reported losses contain the term. Raises InputError for a value that is not allowed, and, when
     the method is built, for a model without such a layer, or without any other.
     """
-    check_arguments(moon, locals(), "personal")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check_layer(task, layer)

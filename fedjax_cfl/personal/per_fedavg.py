@@ -16,9 +16,10 @@ from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.method import Method
 from fedjax_cfl.tree import copy_statistics, move_statistics
 from fedjax_cfl.types import Params, Task
-from fedjax_cfl.validation import NonNegativeFloat, check_arguments, is_number
+from fedjax_cfl.validation import NonNegativeFloat, checked, is_number
 
 
+@checked("personal")
 def per_fedavg(*, alpha: NonNegativeFloat = 0.01, second_order: bool = False) -> Method:
     """Per-FedAvg (Algorithm 1). Raises InputError for a value that is not allowed.
 
@@ -30,7 +31,6 @@ def per_fedavg(*, alpha: NonNegativeFloat = 0.01, second_order: bool = False) ->
     The paper's beta is the step size of `Local`. A step takes two batches, with `second_order`
     three, so that the batches of a round are as many steps fewer.
     """
-    check_arguments(per_fedavg, locals(), "personal")
 
     def step(c: Step, w: Params, own: Any) -> tuple[Any, ...]:
         total, gradient = c.slope(w, 0)

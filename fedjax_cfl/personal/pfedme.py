@@ -20,9 +20,10 @@ from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.method import Method
 from fedjax_cfl.tree import move_statistics
 from fedjax_cfl.types import Params, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, PositiveInt, checked
 
 
+@checked("personal")
 def pfedme(
     *, lam: NonNegativeFloat = 15.0, inner_steps: PositiveInt = 5, inner_lr: PositiveFloat = 0.1
 ) -> Method:
@@ -34,7 +35,6 @@ def pfedme(
     as in FedAvgM without momentum. Raises InputError for a value that is not allowed, and for a
     step size of 1 / lam or more, with which w leaves its clients' models.
     """
-    check_arguments(pfedme, locals(), "personal")
 
     def step(c: Step, w: Params, theta: Params) -> tuple[Params, Params, jax.Array]:
         def pull(theta, _):

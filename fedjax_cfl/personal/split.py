@@ -42,11 +42,12 @@ from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.method import Method
 from fedjax_cfl.tree import STATISTICS, put_part, take_rows
 from fedjax_cfl.types import FederatedData, Params, Task, Upload, Work
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 Judge = Literal["template", "own"]
 
 
+@checked("personal")
 def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> Method:
     """FedPer: every client has `layers` of its own, by their names in the model's parameters.
 
@@ -56,10 +57,10 @@ def fedper(*, layers: Sequence[str] = ("head",), judge: Judge = "template") -> M
     clients stay). Raises InputError, when the method is built, for a layer that the model does not
     have, and if nothing is left to be sent.
     """
-    check_arguments(fedper, locals(), "personal")
     return split_layers("FedPer", layers, lambda name: name in layers, judge)
 
 
+@checked("personal")
 def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Method:
     """LG-FedAvg: clients share `layers`, by their names in the model's parameters, and have all
     others of their own. The models start as the method's own do, and not from a trained one as in
@@ -67,10 +68,10 @@ def lg_fedavg(*, layers: Sequence[str] = ("head",), judge: Judge = "own") -> Met
 
     `judge` is as in `fedper`. Raises InputError as `fedper` does.
     """
-    check_arguments(lg_fedavg, locals(), "personal")
     return split_layers("LG-FedAvg", layers, lambda name: name not in layers, judge)
 
 
+@checked("personal")
 def fedbn(*, judge: Judge = "template") -> Method:
     """FedBN: every client has the normalisations of its own, with their running statistics: all
     modules of the model with a parameter `scale`, as Flax calls it, or with statistics.
@@ -78,7 +79,6 @@ def fedbn(*, judge: Judge = "template") -> Method:
     `judge` is as in `fedper`. Raises InputError, when the method is built, for a model that has
     none, or nothing else.
     """
-    check_arguments(fedbn, locals(), "personal")
 
     def check(task: Task) -> None:
         model = jax.eval_shape(task.init, jax.random.key(0))
@@ -102,6 +102,7 @@ def take_norms(model: Params) -> Params:
     )
 
 
+@checked("personal")
 def fedrep(
     *, layers: Sequence[str] = ("head",), body_epochs: PositiveInt = 1, judge: Judge = "template"
 ) -> Method:
@@ -110,7 +111,6 @@ def fedrep(
 
     `judge` is as in `fedper`. Raises InputError as `fedper` does.
     """
-    check_arguments(fedrep, locals(), "personal")
     method = split_layers("FedRep", layers, lambda name: name in layers, judge)
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
@@ -126,12 +126,12 @@ def fedrep(
     return method._replace(train=train)
 
 
+@checked("personal")
 def fedbabu(*, layers: Sequence[str] = ("head",)) -> Method:
     """FedBABU: `layers` are never trained in the run, and the same for all clients and groups;
     `evaluate.finetune` epochs at its end make every client's own model. Raises InputError as
     `fedper` does.
     """
-    check_arguments(fedbabu, locals(), "personal")
     method = split_layers("FedBABU", layers, lambda name: name in layers, "template")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:

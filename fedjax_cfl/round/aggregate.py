@@ -4,7 +4,7 @@ step with what they return, and how far from it each update is.
 The server adds the step [m, ...] to the group models; a group of mass 0 keeps its model.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,10 @@ def uniform_mean(r: Round) -> tuple[Params, jax.Array]:
     """Averages the updates of each group that are used, unweighted (IFCA, FeSEM)."""
     used = (r.upload.weight > 0).astype(jnp.float32)
     return group_mean(used, r.group, r.upload.delta, r.state.active.size)
+
+
+MeanName = Literal["uniform", "samples"]  # of a mean within a group, as settings have it
+MEANS: dict[str, AggregateFn] = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
 def first_client(r: Round) -> tuple[Params, jax.Array]:

@@ -34,12 +34,12 @@ from fedjax_cfl.simulation.rounds import (
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import check_settings
 
 
 def check_plan(plan: Plan, data: Sequence[FederatedData]) -> None:
     """Raises InputError for a plan that is not allowed, or data without test samples."""
-    check_arguments(Plan, plan._asdict())
+    check_settings(Plan, plan._asdict())
     if not all(one.test.order.size for one in data):
         raise InputError("data: no client has a test sample, so that nothing can be scored")
     if plan.eval_distance and any(map(prefetch.is_on_host, data)):

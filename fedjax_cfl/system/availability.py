@@ -13,7 +13,6 @@ from jax import lax
 
 from fedjax_cfl.data.tables import read_numbers, read_table
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import PositiveFloat
 
 NEVER = 2**31 - 1  # milliseconds: longer than any interval
 LONGEST = 1_000_000  # seconds, of a period
@@ -102,14 +101,9 @@ def modulo(count: jax.Array, divisor: int) -> jax.Array:
     return ((high + count[..., 1] % divide_by) % divide_by).astype(jnp.int32)
 
 
-class Availability(NamedTuple):
-    """A table of who is online when."""
-
-    availability: str | None = None  # .csv or .parquet, None: all clients always are
-    repeat: PositiveFloat | None = None  # seconds; None: intervals repeat from the last end on
-
-
-def read_availability(given: Availability, num_clients: int) -> PresenceFn | None:
+def read_availability(
+    path: str | None, repeat: float | None, num_clients: int
+) -> PresenceFn | None:
     """Returns who is online when, read from a table; None if no table is given.
 
     The table is a .csv or .parquet file with the columns client (0, 1, ...), begin and end
@@ -119,7 +113,6 @@ def read_availability(given: Availability, num_clients: int) -> PresenceFn | Non
 
     Raises InputError for a file that cannot be read, or whose values are not allowed.
     """
-    path, repeat = given
     if path is None:
         if repeat is not None:
             raise InputError(f"clock.repeat={repeat}: needs a table, clock.availability")

@@ -17,16 +17,15 @@ import numpy as np
 
 from fedjax_cfl.data.tables import read_numbers, read_table
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.availability import Availability, read_availability
+from fedjax_cfl.system.availability import read_availability
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, Clock, CohortSizes, device_profiles
-from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, check_arguments
+from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, checked
 
 # log-normal: median and sigma of the logarithm
 INFERENCE_SECONDS = 0.035, 0.6  # a sample; the mean is 42 ms
 BYTES_PER_SECOND = 10.1e6 / 8, 1.0  # harmonic mean 6.15 Mbit/s
 KBIT = 1024 / 8  # bytes, as FedScale counts
 COLUMNS = ("computation", "communication")  # ms a sample, kbit a second
-ALWAYS_ONLINE = Availability()
 
 
 class Profiles(NamedTuple):
@@ -64,6 +63,7 @@ def read_profiles(path: str, num_clients: int) -> Profiles:
     return Profiles(table[0][row] / 1000, table[1][row] * KBIT)
 
 
+@checked("clock")
 def fedscale_clock(
     sizes: CohortSizes,
     *,
@@ -72,7 +72,8 @@ def fedscale_clock(
     model_factor: PositiveFloat = 1.0,
     overcommit: FromOne = 1.0,
     server_seconds: NonNegativeFloat = 0.0,
-    online: Availability = ALWAYS_ONLINE,
+    availability: str | None = None,
+    repeat: PositiveFloat | None = None,
     per_group: bool = False,
 ) -> Clock:
     """Returns FedScale's clock.
@@ -80,10 +81,11 @@ def fedscale_clock(
     Args: `sizes` are those of the run; `path` is that of a table of devices, None: stand-ins drawn
     by `seed`; `model_factor` > 0 multiplies the time of a sample; a round ends with the first
     clients_per_round / `overcommit` answers, so that with 1.3 the slowest quarter counts as late;
-    `server_seconds` >= 0 are added to a round in which clients report drift; `online` says when
-    clients are online; `per_group`: each group has a clock of its own, see `system.clock`.
+    `server_seconds` >= 0 are added to a round in which clients report drift; `availability` is a
+    table of who is online when, see `availability.read_availability`, None: all clients always are;
+    `repeat`: its intervals repeat after so many seconds, None: from the last end on; `per_group`:
+    each group has a clock of its own, see `system.clock`.
     """
-    check_arguments(fedscale_clock, locals(), "clock")
     clients = sizes.num_clients
     devices = read_profiles(path, clients) if path else stand_in_profiles(clients, seed)
     sample = model_factor * devices.sample_seconds
@@ -92,7 +94,7 @@ def fedscale_clock(
     return device_profiles(step, devices.bytes_per_second, wait_for)._replace(
         ask_seconds=asking_seconds(devices.bytes_per_second, sample),
         server_seconds=server_seconds,
-        presence=read_availability(online, clients),
+        presence=read_availability(availability, repeat, clients),
         per_group=per_group,
     )
 

@@ -22,7 +22,7 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.tree import squared_leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_settings
 
 DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes of draws, see `client_keys`
 
@@ -47,7 +47,7 @@ class Faults(NamedTuple):
 
     def validate(self) -> "Faults":
         """Returns itself. Raises InputError for a value that is not allowed."""
-        check_arguments(Faults, self._asdict(), "faults")
+        check_settings(Faults, self._asdict(), "faults")
         return self
 
 

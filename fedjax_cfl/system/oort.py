@@ -22,7 +22,7 @@ from jax import lax
 from fedjax_cfl.keys import put_first
 from fedjax_cfl.system.select import groups_of, rank_in_groups, share_quotas
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked
 
 PACE = 20  # calls between two steps of the pacer
 PACER_STEP = 5.0  # percentage points
@@ -36,11 +36,11 @@ ROOMY = 5  # candidates of exploration per slot
 class Pace(NamedTuple):
     """How much is explored, and how slow a client may be."""
 
-    explore: Fraction = 0.9  # share of the slots at first
-    decay: Fraction = 0.98  # of that share, every call
-    least: Fraction = 0.3
+    explore: float = 0.9  # share of the slots at first
+    decay: float = 0.98  # of that share, every call
+    least: float = 0.3
     percentile: float = 30.0  # of durations: slower clients are penalised
-    penalty: NonNegativeFloat = 2.0  # exponent
+    penalty: float = 2.0  # exponent
 
 
 class OortMemory(struct.PyTreeNode):
@@ -169,16 +169,22 @@ def choose(
     ), exploited
 
 
-PACE_OF_FEDSCALE = Pace()
-
-
-def oort(clients_per_round: PositiveInt, pacing: Pace = PACE_OF_FEDSCALE) -> Selection:
-    """Selects by Oort within each group's quota.
+@checked()
+def oort(
+    clients_per_round: PositiveInt,
+    explore: Fraction = 0.9,
+    decay: Fraction = 0.98,
+    least: Fraction = 0.3,
+    percentile: float = 30.0,
+    penalty: NonNegativeFloat = 2.0,
+) -> Selection:
+    """Selects by Oort within each group's quota; the numbers are the fields of `Pace`.
 
     Clients not tried yet count as taking one second each, see the module for what that does to the
     others. Without a clock no client is penalised for long rounds.
     """
-    check_arguments(oort, locals())
+
+    pacing = Pace(explore, decay, least, percentile, penalty)
 
     def init(data: FederatedData) -> OortMemory:
         clients = data.num_clients

@@ -22,7 +22,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.select import groups_of, memoryless, take_quotas
 from fedjax_cfl.types import Bill, Cohort, FederatedData, Key, Selection, State, Task, Upload
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 
 def batch_loss(task: Task, batch: int) -> Callable[..., jax.Array]:
@@ -97,29 +97,29 @@ def select_highest(
     return memoryless(select)._replace(poll=poll)
 
 
+@checked()
 def pow_d(
     task: Task, local: Local, clients_per_round: PositiveInt, candidates: PositiveInt
 ) -> Selection:
     """Selects by the loss of each candidate's whole training set (pow-d)."""
-    check_arguments(pow_d, locals())
     losses = over_clients(training_loss(task), local.execution)
     return select_highest(losses, local, clients_per_round, candidates, batch=None)
 
 
+@checked()
 def cpow_d(
     task: Task, local: Local, clients_per_round: PositiveInt, candidates: PositiveInt
 ) -> Selection:
     """Selects by the loss of one mini-batch of each candidate (cpow-d)."""
-    check_arguments(cpow_d, locals())
     losses = over_clients(batch_loss(task, local.batch_size), local.execution)
     return select_highest(losses, local, clients_per_round, candidates, local.batch_size)
 
 
+@checked()
 def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection:
     """Selects by the last loss known of each candidate; those never selected come first
     (rpow-d). It sends nothing more.
     """
-    check_arguments(rpow_d, locals())
     check_candidates(clients_per_round, candidates)
 
     def select(key: Key, loss: jax.Array, state: State, data: FederatedData) -> jax.Array:

@@ -22,7 +22,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import permute, put_first
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 __all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
 Draw = Callable[..., jax.Array]  # (key, round, size [K]) -> ids [k] int32
@@ -46,13 +46,13 @@ def full_participation() -> Selection:
     return drawn_ahead(lambda key, round, size: jnp.arange(len(size), dtype=jnp.int32))
 
 
+@checked()
 def draw_trainable(clients_per_round: PositiveInt, in_turn: bool) -> Draw:
     """Draws clients that have training samples, uniformly without replacement; with `in_turn`,
     in the order of their ids until all have been selected. Places stay empty if they are too few.
 
     Raises InputError for fewer than one client, and when it draws, for more than there are.
     """
-    check_arguments(draw_trainable, locals())
 
     def draw(key: Key, round: int | jax.Array, size: jax.Array) -> jax.Array:
         if clients_per_round > len(size):
@@ -183,13 +183,13 @@ def take_quotas(
     return jnp.pad(ids, (0, slots - ids.size), constant_values=clients)
 
 
+@checked()
 def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Selection:
     """Selects the clients of highest `score` within each group's quota, uniformly random
     ones if None.
 
     Clients without training samples are never selected.
     """
-    check_arguments(by_group, locals())
     rank = score or (lambda key, state, data: jax.random.uniform(key, (data.num_clients,)))
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
@@ -201,6 +201,7 @@ def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Se
     return memoryless(select)
 
 
+@checked()
 def nearest_to_center(
     clients_per_round: PositiveInt, temperature: NonNegativeFloat = 0.0
 ) -> Selection:
@@ -210,7 +211,6 @@ def nearest_to_center(
     A `temperature` > 0 draws with chances proportional to exp(-distance / temperature)
     instead, so that far clients are not starved.
     """
-    check_arguments(nearest_to_center, locals())
 
     def score(key: Key, state: State, data: FederatedData) -> jax.Array:
         check_classes(data, "selection=nearest", "use selection=by_group")

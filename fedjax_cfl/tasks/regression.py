@@ -16,7 +16,7 @@ from flax import struct
 from fedjax_cfl.scores import RMSE
 from fedjax_cfl.tasks import sums
 from fedjax_cfl.tasks.targets import Measure, Predictions, Targets
-from fedjax_cfl.validation import PositiveFloat, check_arguments
+from fedjax_cfl.validation import PositiveFloat, checked
 
 ErrorFn = Callable[[jax.Array], jax.Array]  # (outputs - y [B]) -> [B]
 
@@ -86,6 +86,7 @@ def rate(total: Any, number: Any) -> Any:
     return number.__array_namespace__().sqrt(sums.divide(total, number))
 
 
+@checked("task")
 def regression(
     loss: Literal["squared", "huber"] | ErrorFn = "squared", delta: PositiveFloat = 1.0
 ) -> Targets:
@@ -101,7 +102,6 @@ def regression(
     if callable(loss):
         chosen, settings = loss, (("_target_", "unknown"),)
     else:
-        check_arguments(regression, {"loss": loss, "delta": delta}, "task")
         chosen = jnp.square if loss == "squared" else huber
         target = "_target_", "fedjax_cfl.models.regression"
         settings = target, ("loss", loss), ("delta", delta)

@@ -12,26 +12,35 @@ for N).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.algorithms.fesem.start import (
     MODELS,
     MakeStart,
     cluster_local_models,
     is_weighted,
+    random_models,
     stored_weights,
 )
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.migrate import DetectFn, on_shift, with_shift_reference
+from fedjax_cfl.clustering.migrate import (
+    DETECTORS,
+    DetectFn,
+    DetectorName,
+    on_shift,
+    with_shift_reference,
+)
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, FinishFn, Method, MigrateFn, PrepareFn, Round
+from fedjax_cfl.round.aggregate import first_client, uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
@@ -40,13 +49,15 @@ from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, group_sum, inner_products, membership_weights
 from fedjax_cfl.types import Algorithm, Params, Report, State, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked, pick
 
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
+DistanceName = Literal["full", "last_layer"]  # of models
+DistanceFn = TypeAliasType("DistanceFn", Callable[[Task], NearestFn])
 # (nearest, move) -> the E-step before a round, after `move`
-EStep = Callable[[NearestFn, MigrateFn | None], MigrateFn]
+EStep = TypeAliasType("EStep", Callable[[NearestFn, MigrateFn | None], MigrateFn])
 # (task, mu) -> the objective, and what computes its `client_extra`
-PullFn = Callable[[Task, Any], tuple[Objective, PrepareFn | None]]
+PullFn = TypeAliasType("PullFn", Callable[[Task, Any], tuple[Objective, PrepareFn | None]])
 
 
 def stored_mean(r: Round) -> tuple[Params, jax.Array]:
@@ -73,6 +84,15 @@ def stored_mean(r: Round) -> tuple[Params, jax.Array]:
     return jax.tree.map(step, kept.models, upload.delta, state.groups), mass
 
 
+# what a center is the mean of, D4
+CENTER_MEANS: dict[str, AggregateFn] = {
+    "stored": stored_mean,
+    "cohort": uniform_mean,
+    "samples": weighted_mean,
+    "first_client": first_client,
+}
+
+
 def pull_plainly(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareFn | None]:
     """Adds mu (W - center) to every gradient (D7)."""
     return proximal(mu, erm(task)), None
@@ -92,6 +112,7 @@ def pull_by_size(task: Task, mu: float | jax.Array) -> tuple[Objective, PrepareF
     return proximal(lambda mu_i: mu_i, erm(task)), prepare
 
 
+@checked("algorithm")
 def fesem(
     task: Task,
     local: Local,
@@ -99,35 +120,43 @@ def fesem(
     *,
     m: PositiveInt,
     mu: NonNegativeFloat | jax.Array = 0.1,
-    form: PullFn = pull_plainly,
-    centers: "Centers | None" = None,
-    detector: DetectFn | None = None,
+    form: Literal["prox", "eq8"] | PullFn = "prox",
+    start: Literal["local", "random_models"] | MakeStart = "local",
+    restarts: PositiveInt = 20,
+    estep: Literal["all", "selected"] | EStep = "all",
+    aggregate: Literal["stored", "cohort", "samples", "first_client"] | AggregateFn = "stored",
+    distance: DistanceName | DistanceFn = "full",
+    detector: DetectorName | DetectFn | None = None,
 ) -> Algorithm:
     """FeSEM with m centers.
 
-    Args: `mu` >= 0 is the paper's lambda; `form` is pull_plainly | pull_by_size (eq. 8);
-    `centers` says how they are found, None: `Centers()`; `detector` makes it FeSEM-MIG of the
+    Args: `mu` >= 0 is the paper's lambda; `form` is prox, see `pull_plainly` | eq8, see
+    `pull_by_size`; `start` is local, see `cluster_local_models`, with `restarts` runs of K-means |
+    random_models (D5, D6); `estep` before a round is that of all clients that have trained | of
+    the selected ones alone (D27); `aggregate`: a center is the mean of all stored models of its
+    clients (eq. 10) | of those of this round: cohort, samples (weighted) or first_client (D4);
+    `distance` is that of models, full | last_layer (D26); `detector` makes it FeSEM-MIG of the
     FlexCFL paper: clients with a group whose data shifted take the E-step before the round,
-    None: it does not. The E-step does not look at data. So with e_step_of_all nothing changes,
+    None: it does not. The E-step does not look at data. So with estep=all nothing changes,
     and without it such a client moves only if the centers have moved since it was last selected.
     """
-    check_arguments(fesem, locals(), "algorithm")
-    centers = centers or Centers()
-    nearest = centers.distance(task)
-    objective, prepare = form(task, mu)
-    start, move = centers.start(task, local, system, m), None
+    nearest = pick_distance(distance)(task)
+    objective, prepare = pick(form, prox=pull_plainly, eq8=pull_by_size)(task, mu)
+    starts = {"local": cluster_local_models(restarts), "random_models": random_models}
+    first, move = pick(start, **starts)(task, local, system, m), None
     if detector:
-        start = with_shift_reference(start)
-        move = on_shift(nearest_stored_center(nearest), local, detector)
+        first = with_shift_reference(first)
+        move = on_shift(nearest_stored_center(nearest), local, pick(detector, **DETECTORS))
+    all_move = pick(estep, all=e_step_of_all, selected=None)
     method = Method(
         sgd(task, local, objective),
-        start=start,
+        start=first,
         split_rows=(MODELS,),
         takes_newcomers=False,  # the server has no model of theirs
-        migrate=centers.estep(nearest, move) if centers.estep else move,
+        migrate=all_move(nearest, move) if all_move else move,
         assign=nearest_stored_center(nearest),
         prepare=prepare,
-        aggregate=centers.aggregate,
+        aggregate=pick(aggregate, **CENTER_MEANS),
         finish=keep_models(local.execution.mesh),
     )
     return federated(task, local, system, method)
@@ -151,6 +180,11 @@ def last_layer_distance(task: Task) -> NearestFn:
     return lambda models, centers: nearest_center(
         models["head"]["kernel"], centers["head"]["kernel"]
     )
+
+
+def pick_distance(distance: DistanceName | DistanceFn) -> DistanceFn:
+    """Returns the distance of models of this name."""
+    return pick(distance, full=full_distance, last_layer=last_layer_distance)
 
 
 def nearest_center(models: Params, centers: Params) -> jax.Array:
@@ -232,16 +266,3 @@ def keep_models(mesh: Mesh | None = None) -> FinishFn:
         return state.put_rows({MODELS: new})
 
     return finish
-
-
-class Centers(NamedTuple):
-    """How FeSEM finds its centers."""
-
-    # cluster_local_models(restarts) | random_models (D5, D6)
-    start: MakeStart = cluster_local_models()
-    # the E-step before a round: e_step_of_all (of all that have trained) | None (a client takes it
-    # only when it is selected, D27)
-    estep: EStep | None = e_step_of_all
-    # stored_mean: all W_i of a group (eq. 10) | an aggregation of this round's models (D4)
-    aggregate: AggregateFn = stored_mean
-    distance: Callable[[Task], NearestFn] = full_distance  # full_distance | last_layer_distance

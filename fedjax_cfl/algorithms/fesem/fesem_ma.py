@@ -17,7 +17,7 @@ hardly ever change the order (benchmarks/results/fesem_table3): with `weigh_plai
 method then is FeSEM.
 """
 
-from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,7 @@ from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import membership_weights, take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 
 def recount(r: Round) -> tuple[State, jax.Array]:
@@ -178,6 +178,7 @@ def class_weighted_mean(head: str) -> AggregateFn:
     return aggregate
 
 
+@checked("algorithm")
 def fesem_ma(
     task: Task,
     local: Local,
@@ -186,23 +187,21 @@ def fesem_ma(
     m: PositiveInt,
     mu: NonNegativeFloat | jax.Array = 0.1,
     restarts: PositiveInt = 20,
-    mean_over: Callable[[AggregateFn], AggregateFn] | None = None,
-    head: Callable[[str], tuple[AggregateFn, int]] = weigh_classes,
+    mean_over: Literal["stored", "cohort"] = "stored",
+    head: Literal["classes", "plain"] = "classes",
 ) -> Algorithm:
     """FeSEM-MA with m centers, for a chain of convolutions and dense layers; `mu` and
     `restarts` are as in FeSEM.
 
-    Args: `mean_over` says which models of a group a center is the mean of: None (all that are
-    stored, eq. 10) | mean_over_cohort (those of this round); `head` how the
-    output layer is averaged: weigh_classes (each class by the samples of it) |
-    weigh_plainly.
+    Args: `mean_over` says which models of a group a center is the mean of: all that are stored
+    (eq. 10) | those of this round's cohort; `head` how the output layer is averaged: classes (each
+    class by the samples of it) | plain.
     A client of the cohort costs a model down and one up, as in FeSEM, and with
-    weigh_classes a word up per class. The server does the matching. Raises InputError for
+    head=classes a word up per class. The server does the matching. Raises InputError for
     a model that is no such chain.
     """
-    check_arguments(fesem_ma, locals(), "algorithm")
     layers = find_layers(task)
-    mean, words = head(layers[-1].name)
+    mean, words = (weigh_classes if head == "classes" else weigh_plainly)(layers[-1].name)
     solve = sgd(task, local, proximal(mu, erm(task)))
     method = Method(
         solve=match_to_center(solve, layers),
@@ -210,7 +209,7 @@ def fesem_ma(
         migrate=e_step_of_all(nearest_center),
         assign=send_class_counts(nearest_stored_center(nearest_center), words),
         regroup=recount if words else None,
-        aggregate=mean_over(mean) if mean_over else mean,
+        aggregate=mean_over_cohort(mean) if mean_over == "cohort" else mean,
         finish=keep_models(local.execution.mesh),
         split_rows=(MODELS,),
         takes_newcomers=False,

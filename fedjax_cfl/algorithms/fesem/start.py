@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
@@ -24,14 +25,14 @@ from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 # of the points that are clustered at the start: exact for up to so many clients; for more, about
 # their principal directions
 MAX_EMBEDDING_DIMENSIONS = 256
 
 MODELS = "models"
-MakeStart = Callable[[Task, Local, SystemLike, int], StartFn]
+MakeStart = TypeAliasType("MakeStart", Callable[[Task, Local, SystemLike, int], StartFn])
 
 
 class ClientModels(struct.PyTreeNode):
@@ -70,6 +71,7 @@ def random_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
     return start
 
 
+@checked("algorithm")
 def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -> MakeStart:
     """Starts from K-means, the best of `restarts`, of the models that all clients have after
     they trained a common random model. With `by_samples` each counts as often as its client has
@@ -79,7 +81,6 @@ def cluster_local_models(restarts: PositiveInt = 20, by_samples: bool = False) -
     experiments. The start costs K models down and K up, and assigns all clients. A group
     without clients starts from the common model.
     """
-    check_arguments(cluster_local_models, locals(), "algorithm")
 
     def make(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
         train = train_without_recording(sgd(task, local), local, system)

@@ -11,16 +11,15 @@ that all clients have after one local training; whole models are compared, as in
 the code compares the last layer (`last_layer_distance`).
 """
 
-from collections.abc import Callable
-
-from fedjax_cfl.algorithms.fesem.fesem import Centers, NearestFn, fesem, full_distance
+from fedjax_cfl.algorithms.fesem.fesem import DistanceFn, DistanceName, fesem
 from fedjax_cfl.algorithms.fesem.start import cluster_local_models
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 
+@checked("algorithm")
 def wecfl(
     task: Task,
     local: Local,
@@ -28,14 +27,12 @@ def wecfl(
     *,
     m: PositiveInt,
     restarts: PositiveInt = 5,
-    distance: Callable[[Task], NearestFn] = full_distance,
+    distance: DistanceName | DistanceFn = "full",
 ) -> Algorithm:
     """WeCFL with m centers.
 
     Args: `restarts` are the runs of K-means that the start chooses from; `distance` is that of
-    models, full_distance | last_layer_distance (a model with a dense layer `head`).
+    models, full | last_layer (a model with a dense layer `head`).
     """
-    check_arguments(wecfl, locals(), "algorithm")
     start = cluster_local_models(restarts, by_samples=True)
-    centers = Centers(start=start, distance=distance)
-    return fesem(task, local, system, m=m, mu=0.0, centers=centers)
+    return fesem(task, local, system, m=m, mu=0.0, start=start, distance=distance)

@@ -12,7 +12,7 @@ mean of old models gets: here moments are mixed as models are.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,30 +20,33 @@ import optax
 from flax import struct
 from jax import lax
 
+from fedjax_cfl.algorithms.fedopt import yogi
 from fedjax_cfl.algorithms.fielding.represent import (
     MakeRepresentation,
     Representation,
-    label_shares,
+    RepresentationName,
+    pick_representation,
     with_false_reports,
 )
 from fedjax_cfl.algorithms.qfedavg import attach_losses
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.distances import MetricFn
+from fedjax_cfl.clustering.distances import METRICS, MetricFn
 from fedjax_cfl.clustering.kmeans import cluster_means
-from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette
+from fedjax_cfl.clustering.metric_kmeans import ClusterFn, by_silhouette, k_center
 from fedjax_cfl.clustering.recluster import (
     DriftEvent,
     Trigger,
+    TriggerName,
     apply_moves,
-    center_shift,
     mix_former_models,
     mixing_weights,
+    pick_trigger,
     rowwise,
 )
 from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, Start, StartFn
-from fedjax_cfl.round.aggregate import q_fair, uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName, q_fair
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, keep_groups
 from fedjax_cfl.system.reports import add_bills, make_bill, make_report
@@ -51,10 +54,13 @@ from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import (
     Fraction,
+    NaturalInt,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
-    check_arguments,
+    checked,
     is_number,
+    pick,
 )
 
 
@@ -74,16 +80,16 @@ cohort_reports = Reporters(
 )
 
 
-class DriftRule(NamedTuple):
-    """How clients are represented, and what happens when they drift."""
+REPORTERS = {"all": all_report, "cohort": cohort_reports, "nobody": None}
 
-    represent: MakeRepresentation = label_shares  # label_shares | embedding() | gradient()
-    metric: MetricFn | None = None  # None: that of the representation
-    cluster: ClusterFn = by_silhouette()  # by_silhouette(...) | k_center
-    trigger: Trigger = center_shift()  # of a new clustering of all clients
-    report_above: NonNegativeFloat = 0.0  # a client reports when it has moved further than this
-    hear: Reporters | None = all_report  # all_report | cohort_reports | None: groups are static
-    false_reports: Fraction = 0.0  # share of the clients that permute what they report
+
+class DriftRule(NamedTuple):
+    """What happens when clients drift."""
+
+    cluster: ClusterFn
+    trigger: Trigger  # of a new clustering of all clients
+    report_above: float  # a client reports when it has moved further than this
+    hear: Reporters | None  # None: groups are static
 
 
 REPORTS = "reports"
@@ -105,41 +111,64 @@ class DriftMemory(struct.PyTreeNode):
     trigger: Any  # what the trigger remembers
 
 
-FIELDING = DriftRule()  # as published
-
-
+@checked("algorithm")
 def fielding(
     task: Task,
     local: Local,
     system: SystemLike,
     *,
     m: PositiveInt = 10,
-    rule: DriftRule = FIELDING,
+    represent: RepresentationName | MakeRepresentation = "labels",
+    units: PositiveInt = 64,
+    length: PositiveInt = 256,
+    images_per_class: PositiveInt = 200,
+    epochs: NaturalInt = 300,
+    metric: Literal["l1", "jensen_shannon", "squared_euclidean"] | MetricFn | None = None,
+    cluster: Literal["silhouette", "k_center"] | ClusterFn = "silhouette",
+    restarts: PositiveInt = 4,
+    participants: PositiveInt | None = None,
+    trigger: TriggerName | Trigger = "center_shift",
+    tau: NonNegativeFloat | jax.Array = 1 / 3,
+    delta: PositiveFloat = 0.1,
+    report_above: NonNegativeFloat = 0.0,
+    false_reports: Fraction = 0.0,
+    hear: Literal["all", "cohort", "nobody"] = "all",
     mu: NonNegativeFloat | jax.Array = 0.0,
-    aggregate: AggregateFn = uniform_mean,
-    server: optax.GradientTransformation | None = None,
+    aggregate: MeanName | AggregateFn = "uniform",
+    server: Literal["none", "yogi"] | optax.GradientTransformation = "none",
+    server_lr: PositiveFloat | jax.Array = 0.1,
     q: NonNegativeFloat = 0.0,
 ) -> Algorithm:
     """Fielding with at most m groups.
 
-    Args: `rule` see `DriftRule`; `mu` is the weight of FedProx's pull to the received model;
-    `aggregate` is uniform_mean | weighted_mean; `server` an optimizer of each group, such
-    as FedYogi's; `q` > 0 weighs clients by their loss as q-FedAvg does, in place of
-    `aggregate`.
+    Args: `represent` is what clients report, see `represent`: labels | embedding, with `units`,
+    `images_per_class` and `epochs` | gradient, with `length`, `images_per_class` and `epochs`;
+    `metric` of two reports, None: that of the representation; `cluster` of all clients: silhouette
+    (K from 2 to m, at most half of `participants`), with `restarts` | k_center (exactly m);
+    `trigger` of a new clustering, see `clustering.recluster`: center_shift and since_clustering
+    with `tau` | pairwise and pairwise_fixed with `delta` | always | never; a client reports when it
+    has moved further than `report_above`; `false_reports` is the share of the clients that permute
+    what they report; `hear`: whose drift is handled: all | cohort (the last one) | nobody; `mu` is
+    the weight of FedProx's pull to the received model; `aggregate` is uniform | samples; `server`
+    an optimizer of each group, none | yogi, with step size `server_lr`; `q` > 0 weighs clients by
+    their loss as q-FedAvg does, in place of `aggregate`.
     """
-    check_arguments(fielding, locals(), "algorithm")
-    representation = rule.represent(task, local)
-    if rule.metric is not None:
-        representation = representation._replace(metric=rule.metric)
-    if rule.false_reports:
-        representation = with_false_reports(representation, rule.false_reports)
+    make = pick_representation(represent, units, length, images_per_class, epochs)
+    representation = make(task, local)
+    if metric is not None:
+        representation = representation._replace(metric=pick(metric, **METRICS))
+    if false_reports:
+        representation = with_false_reports(representation, false_reports)
+    silhouette = by_silhouette(restarts, participants=participants)
+    clusters = pick(cluster, silhouette=silhouette, k_center=k_center)
+    rule = DriftRule(clusters, pick_trigger(trigger, tau, delta), report_above, REPORTERS[hear])
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=cluster_at_start(task, representation, rule, m),
         migrate=follow_drift(representation, rule) if rule.hear else None,
         assign=keep_groups,
-        aggregate=aggregate,
-        server=server,
+        aggregate=pick(aggregate, **MEANS),
+        server=pick(server, none=None, yogi=yogi(server_lr)),
         finish=note_reporters(rule.hear) if rule.hear else None,
         takes_newcomers=False,
     )

@@ -4,13 +4,14 @@ https://arxiv.org/abs/2411.01580, section 2 and appendix E).
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.tree_util import Partial
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
 from fedjax_cfl.client.executor import Loop, map_result
@@ -25,7 +26,7 @@ from fedjax_cfl.system.reports import make_bill, no_bill
 from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Bill, FederatedData, Key, Task
-from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, pick
 
 
 class Representation(NamedTuple):
@@ -44,7 +45,8 @@ class Representation(NamedTuple):
     inferences: int = 0
 
 
-MakeRepresentation = Callable[[Task, Local], Representation]
+MakeRepresentation = TypeAliasType("MakeRepresentation", Callable[[Task, Local], Representation])
+RepresentationName = Literal["labels", "embedding", "gradient"]
 
 
 OTHERS = "use represent=gradient, or another algorithm, as ifca"  # without classes
@@ -224,6 +226,22 @@ def gradient(
         )
 
     return make
+
+
+def pick_representation(
+    represent: RepresentationName | MakeRepresentation,
+    units: int,
+    length: int,
+    images_per_class: int,
+    epochs: int,
+) -> MakeRepresentation:
+    """Returns the representation of this name; the numbers are those of the functions above."""
+    return pick(
+        represent,
+        labels=label_shares,
+        embedding=embedding(units, images_per_class, epochs),
+        gradient=gradient(length, images_per_class, epochs),
+    )
 
 
 def with_false_reports(representation: Representation, fraction: Fraction) -> Representation:

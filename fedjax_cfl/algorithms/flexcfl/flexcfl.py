@@ -12,13 +12,24 @@ The reference code has two more options, which neither paper has: weights by cli
 and founding the groups again in listed rounds.
 """
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
-from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.flexcfl.founding import ColdStart, draw_founders, group_cold_start
+from fedjax_cfl.algorithms.flexcfl.founding import (
+    ColdStart,
+    MeasureFn,
+    Pretrain,
+    cluster_by_edc,
+    cluster_by_madc,
+    cluster_by_randomized_edc,
+    draw_founders,
+    group_cold_start,
+    one_founder_each,
+    parse_pretrain,
+    start_from_founders,
+    start_from_initial,
+)
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import sgd
@@ -28,56 +39,73 @@ from fedjax_cfl.clustering.assign import (
     random_group,
     train_without_recording,
 )
-from fedjax_cfl.clustering.migrate import DetectFn, on_shift, tv
-from fedjax_cfl.method import FinishFn, Method
-from fedjax_cfl.round.aggregate import inter_group
+from fedjax_cfl.clustering.migrate import DETECTORS, DetectFn, DetectorName, on_shift
+from fedjax_cfl.method import Method
+from fedjax_cfl.round.aggregate import add_inter_group, inter_group
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Key, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments, is_number
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked, is_number, pick
 
 
+@checked("algorithm")
 def flexcfl(
     task: Task,
     local: Local,
     system: SystemLike,
     *,
     m: PositiveInt | jax.Array,
-    founding: ColdStart = ColdStart(),
+    max_m: PositiveInt | None = None,
+    alpha: PositiveInt = 20,
+    measure: Literal["edc", "edc_randomized", "madc", "none"] | MeasureFn = "edc",
+    restarts: PositiveInt = 10,
+    pretrain: Pretrain = "iters:50",
+    group_start: Literal["pretrained", "initial"] = "pretrained",
+    newcomers: Literal["nearest", "random"] = "nearest",
     eta_g: NonNegativeFloat | jax.Array = 0.0,
-    mix: Callable[[ArrayLike], FinishFn] = inter_group,
+    mix: Literal["normalized", "paper"] = "normalized",
     mu: NonNegativeFloat | jax.Array = 0.0,
-    detector: DetectFn | None = tv,
+    detector: DetectorName | DetectFn | None = "tv",
 ) -> Algorithm:
     """FlexCFL with m groups.
 
-    Args: `founding` is the group cold start; `eta_g` is the strength of the inter-group
-    aggregation and `mix` its form (inter_group | add_inter_group); `mu` is the weight of
-    the proximal term; `detector` finds the shifts after which a client chooses its group
-    again (eq. 9), None: clients stay in their groups, which is FedGroup, and with mu > 0
-    FedGrouProx.
-    Raises InputError if `founding.max_m` is below m, and for `founding.max_m` with
-    `cluster_by_randomized_edc`.
+    Args: `max_m` is room for so many groups: runs of any m up to it share what is compiled, None:
+    m; `alpha` is the number of founders per group; `measure` clusters them: edc | edc_randomized,
+    for thousands of founders | madc | none, each founder is a group (ablation RCC); `restarts` are
+    the seedings of K-means++; `pretrain` is the length of a client's first update, see
+    `parse_pretrain`; `group_start` is the founders' mean model | the initial model (D8);
+    `newcomers` join the group of the nearest direction | a random one (ablation RAC); `eta_g` is
+    the strength of the inter-group aggregation and `mix` its form, a convex combination | a sum as
+    in the paper's eq. 20 (D14); `mu` is the weight of the proximal term; `detector` finds the
+    shifts after which a client chooses its group again (eq. 9), None: clients stay in their groups,
+    which is FedGroup, and with mu > 0 FedGrouProx.
+    Raises InputError if `max_m` is below m, and for more room than m with edc_randomized.
     """
-    check_arguments(flexcfl, locals(), "algorithm")
-    check_arguments(ColdStart, founding._asdict(), "algorithm")
-    groups = count_groups(m, founding.max_m)
-    pretrain = train_without_recording(sgd(task, founding.pretrain(local)), local, system)
-    join = founding.newcomers(pretrain)
-    move = on_shift(nearest_direction(pretrain), local, detector) if detector else None
+    groups, detect = count_groups(m, max_m), pick(detector, **DETECTORS)
+    first = train_without_recording(sgd(task, parse_pretrain(pretrain)(local)), local, system)
+    nearest = cold_start(nearest_direction(first))
+    measures = {
+        "edc": cluster_by_edc(restarts),
+        "edc_randomized": cluster_by_randomized_edc(restarts),
+        "madc": cluster_by_madc,
+        "none": one_founder_each,
+    }
+    model = start_from_founders if group_start == "pretrained" else start_from_initial
+    mixed = inter_group if mix == "normalized" else add_inter_group
+    founding = ColdStart(alpha, pick(measure, **measures), model)
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
-        ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, founding.alpha)
-        return ids[: founding.alpha * groups.used]  # its number is known where this is called
+        ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, alpha)
+        return ids[: alpha * groups.used]  # its number is known where this is called
 
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
-        start=group_cold_start(task, pretrain, local, founding, groups),
-        migrate=move,
+        start=group_cold_start(task, first, local, founding, groups),
+        migrate=on_shift(nearest_direction(first), local, detect) if detect else None,
         # who joins a random group compares itself with none
-        assign=cold_start(join) if join is not random_group else cold_start(join, lambda _: 0),
-        finish=None if is_number(eta_g) and eta_g == 0 else mix(eta_g),
+        assign=nearest if newcomers == "nearest" else cold_start(random_group, lambda _: 0),
+        finish=None if is_number(eta_g) and eta_g == 0 else mixed(eta_g),
         start_clients=start_clients if detector is None else None,
     )
     return federated(task, local, system, method)._replace(serve=groups.serve)

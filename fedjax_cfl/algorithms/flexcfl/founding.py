@@ -3,28 +3,30 @@ https://arxiv.org/abs/2108.09749, Algorithm 3; FedGroup, https://arxiv.org/abs/2
 Algorithm 1).
 """
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering import distances, features
-from fedjax_cfl.clustering.assign import TrainFn, nearest_direction, random_group
+from fedjax_cfl.clustering.assign import TrainFn
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.clustering.migrate import SHIFT_REFERENCE, init_reference
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
-from fedjax_cfl.method import AssignFn, Start, StartFn
+from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import GroupCount
 from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.tree import group_mean
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, Rule, checked
 
 
 class ColdStartMemory(struct.PyTreeNode):
@@ -37,12 +39,14 @@ class ColdStartMemory(struct.PyTreeNode):
 
 # (key, upload, rows [F] int32, valid [F] bool, groups) -> the groups [F] int32 of F founders by
 # their updates, which are in these rows of the upload, and count where `valid`
-MeasureFn = Callable[[Key, Upload, jax.Array, jax.Array, GroupCount], jax.Array]
+MeasureFn = TypeAliasType(
+    "MeasureFn", Callable[[Key, Upload, jax.Array, jax.Array, GroupCount], jax.Array]
+)
 
 
+@checked("algorithm")
 def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
     """Clusters decomposed cosine features by K-means++ (FedGroup, eq. 8)."""
-    check_arguments(cluster_by_edc, locals(), "algorithm")
 
     def measure(
         key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
@@ -55,12 +59,12 @@ def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
     return measure
 
 
+@checked("algorithm")
 def cluster_by_randomized_edc(restarts: PositiveInt = 10) -> MeasureFn:
     """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders.
 
     Its measure raises InputError for padded groups: what is drawn depends on their number.
     """
-    check_arguments(cluster_by_randomized_edc, locals(), "algorithm")
 
     def measure(
         key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
@@ -90,26 +94,29 @@ def one_founder_each(
     return jnp.arange(rows.size) % groups.used
 
 
+Pretrain = TypeAliasType(
+    "Pretrain",
+    Annotated[
+        str,
+        Rule(
+            "iters:N, filled:N, epochs:N (N >= 1) or epochs:E",
+            re.compile("(iters|filled|epochs):0*[1-9][0-9]{0,8}|epochs:E").fullmatch,
+        ),
+    ],
+)
+
+
 def parse_pretrain(text: str) -> Callable[[Local], Local]:
     """Returns the local work of a first update (D1), from text: iters:N mini-batch steps | filled:N
     steps of which none is short, the stream of batches of the FlexCFL code | epochs:N | epochs:E,
-    as many as in a round. Raises InputError for anything else.
+    as many as in a round.
     """
     kind, _, number = text.partition(":")
     if text == "epochs:E":
         return lambda local: local
-    if kind not in ("iters", "filled", "epochs") or not number.isdecimal() or int(number) < 1:
-        raise InputError(
-            f"algorithm.pretrain={text}: iters:N, filled:N, epochs:N (N >= 1) or epochs:E"
-        )
     if kind == "epochs":
         return lambda local: local.replace(epochs=int(number))
     return lambda local: local.replace(steps=int(number), fill_batches=kind == "filled")
-
-
-def join_random(pretrain: TrainFn) -> AssignFn:
-    """Lets newcomers join a random group (ablation RAC)."""
-    return random_group
 
 
 def start_from_founders(directions: Params) -> Params:
@@ -123,16 +130,11 @@ def start_from_initial(directions: Params) -> Params:
 
 
 class ColdStart(NamedTuple):
-    """How groups are founded, and how newcomers join them."""
+    """How groups are founded."""
 
-    alpha: PositiveInt = 20  # founders per group
-    # cluster_by_edc | cluster_by_randomized_edc | cluster_by_madc | one_founder_each
-    measure: MeasureFn = cluster_by_edc()
-    pretrain: Callable[[Local], Local] = parse_pretrain("iters:50")  # of a first update
-    group_start: Callable[[Params], Params] = start_from_founders  # or start_from_initial (D8)
-    newcomers: Callable[[TrainFn], AssignFn] = nearest_direction  # or join_random
-    # room for so many groups: runs of any m up to it share what is compiled; None: m
-    max_m: PositiveInt | None = None
+    alpha: int  # founders per group
+    measure: MeasureFn
+    group_start: Callable[[Params], Params]
 
 
 def group_cold_start(

@@ -9,28 +9,44 @@ one. The server averages the updates of each model.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.algorithms.fedavg import charge_full_gradient
-from fedjax_cfl.algorithms.ifca.start import MakeStart, independent_models
+from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName, independent_models, pick_start
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.measure import losses
-from fedjax_cfl.clustering.migrate import ChargeFn, DetectFn, charge_detected, tv
+from fedjax_cfl.clustering.migrate import (
+    DETECTORS,
+    ChargeFn,
+    DetectFn,
+    DetectorName,
+    charge_detected,
+    charge_swapped,
+)
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn
-from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, cohort_mean, first_client
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked, pick
+
+SolveFn = TypeAliasType("SolveFn", Callable[[Task, Local, Objective], ClientFn])
+IfcaMean = Literal["uniform", "samples", "first_client", "all_participants"]
+OTHER_MEANS: dict[str, AggregateFn] = {
+    "first_client": first_client,
+    "all_participants": cohort_mean,
+}
 
 
+@checked("algorithm")
 def ifca(
     task: Task,
     local: Local,
@@ -38,30 +54,33 @@ def ifca(
     *,
     m: PositiveInt | jax.Array,
     max_m: PositiveInt | None = None,
-    start: MakeStart = independent_models,
-    solve: Callable[[Task, Local, Objective], ClientFn] = sgd,
-    aggregate: AggregateFn = uniform_mean,
+    start: StartName | MakeStart = "random",
+    share: Fraction = 0.1,
+    solve: Literal["sgd", "gradient_step"] | SolveFn = "sgd",
+    aggregate: IfcaMean | AggregateFn = "uniform",
     with_l2: bool = False,
     mu: NonNegativeFloat | jax.Array = 0.0,
-    detector: DetectFn | None = None,
-    charge: ChargeFn = charge_detected,
+    detector: DetectorName | DetectFn | None = None,
+    charge: Literal["detected", "swapped"] | ChargeFn = "detected",
 ) -> Algorithm:
     """IFCA: each client trains the group model of lowest loss on its training data
     (Algorithm 1).
 
     Option II of the paper is the default; option I, gradient averaging, is
-    `solve=gradient_step` with `aggregate=cohort_mean`.
-    Args: `start` is independent_models | reject_unbalanced(share) | spread_models; `with_l2`
-    adds the L2 penalty to the losses that are compared (D10); `max_m`: room for so many models, so
-    that runs of any m up to it share what is compiled. The losses of max_m models are computed
-    then, and m are counted as sent; `mu` is the weight of FedProx's pull to the received model,
-    which IFCA does not have; `detector` finds the shifts after which clients with a group download
-    all models and choose again before the round, and `charge` names who pays for them.
+    `solve="gradient_step"` with `aggregate="all_participants"`.
+    Args: `start` is random, independent models | reject_unbalanced, by `share` | kmeanspp_loss, see
+    `start.py`; `aggregate` is that of a group's updates, `IfcaMean`; `with_l2` adds the L2 penalty
+    to the losses that are compared (D10); `max_m`: room for so many models, so that runs of any m
+    up to it share what is compiled. The losses of max_m models are computed then, and m are counted
+    as sent; `mu` is the weight of FedProx's pull to the received model, which IFCA does not have;
+    `detector` finds the shifts after which clients with a group download all models and choose
+    again before the round, and `charge` names who pays for them.
     Raises InputError for `max_m` below m, for an array m without it, and for more room than m with
     another start than independent_models.
     """
-    check_arguments(ifca, locals(), "algorithm")
-    size, random = count_groups(m, max_m), start is independent_models
+    size, start = count_groups(m, max_m), pick_start(start, share)
+    random = start is independent_models
+    train = pick(solve, sgd=sgd, gradient_step=gradient_step)
     if size.is_padded and not random:
         raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
     return clustered(
@@ -72,16 +91,21 @@ def ifca(
         max_m=max_m,
         measure=partial(losses, with_l2=with_l2),
         start=None if random else start(task, local, system, size.size),
-        solve=solve(task, local, proximal(mu, erm(task))),
-        prepare=charge_full_gradient(local) if solve is gradient_step else None,
-        aggregate=aggregate,
-        detector=detector,
-        charge=charge,
+        solve=train(task, local, proximal(mu, erm(task))),
+        prepare=charge_full_gradient(local) if train is gradient_step else None,
+        aggregate=pick(aggregate, **MEANS, **OTHER_MEANS),
+        detector=pick(detector, **DETECTORS),
+        charge=pick(charge, detected=charge_detected, swapped=charge_swapped),
     )
 
 
 def ifca_mig(
-    task: Task, local: Local, system: SystemLike, *, detector: DetectFn = tv, **options: Any
+    task: Task,
+    local: Local,
+    system: SystemLike,
+    *,
+    detector: DetectorName | DetectFn = "tv",
+    **options: Any,
 ) -> Algorithm:
     """IFCA-MIG of the FlexCFL paper: IFCA whose clients choose again where their data shift.
 

@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.algorithms.ifca.ifca import ifca
-from fedjax_cfl.algorithms.ifca.start import MakeStart, independent_models
+from fedjax_cfl.algorithms.ifca.ifca import IfcaMean, ifca
+from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.method import AggregateFn
-from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.system.reports import add_fault_counts, add_to_ledger, sum_rounds
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, check_arguments
+from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked
 
 
+@checked("algorithm")
 def ifca_restarts(
     task: Task,
     local: Local,
@@ -24,8 +24,9 @@ def ifca_restarts(
     m: PositiveInt,
     restarts: PositiveInt = 5,
     restart_rounds: PositiveInt = 10,
-    start: MakeStart = independent_models,
-    aggregate: AggregateFn = uniform_mean,
+    start: StartName | MakeStart = "random",
+    share: Fraction = 0.1,
+    aggregate: IfcaMean | AggregateFn = "uniform",
     with_l2: bool = False,
     mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
@@ -33,12 +34,10 @@ def ifca_restarts(
     rounds. The traffic of all of them counts.
 
     Args: `restarts` is how many starts are tried, for `restart_rounds` rounds each; `start`,
-    `aggregate`, `with_l2` and `mu` are those of `ifca`.
+    `share`, `aggregate`, `with_l2` and `mu` are those of `ifca`.
     """
-    check_arguments(ifca_restarts, locals(), "algorithm")
-    algorithm = ifca(
-        task, local, system, m=m, start=start, aggregate=aggregate, with_l2=with_l2, mu=mu
-    )
+    options = {"start": start, "share": share, "aggregate": aggregate, "with_l2": with_l2, "mu": mu}
+    algorithm = ifca(task, local, system, m=m, **options)
 
     def init(key: Key, data: FederatedData) -> State:
         def attempt(number):

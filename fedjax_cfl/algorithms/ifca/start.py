@@ -1,10 +1,12 @@
 """Starts of IFCA: m random models, or such as suit the clients of the first round."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local
@@ -19,11 +21,12 @@ from fedjax_cfl.system.reports import add_bills, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Cohort, FederatedData, Key, Task
-from fedjax_cfl.validation import Fraction, check_arguments
+from fedjax_cfl.validation import Fraction, checked, pick
 
 MAX_DRAWS = 100
+StartName = Literal["random", "reject_unbalanced", "kmeanspp_loss"]
 
-MakeStart = Callable[[Task, Local, SystemLike, int], StartFn]
+MakeStart = TypeAliasType("MakeStart", Callable[[Task, Local, SystemLike, int], StartFn])
 
 
 def independent_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -47,11 +50,11 @@ def first_cohort(local: Local, system: SystemLike, key: Key, data: FederatedData
     return make_cohort(ids, data, local.execution)
 
 
+@checked("algorithm")
 def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
     """Draws m random models until each is the best for at least `share` of the first cohort
     (IFCA's CIFAR code), at most `MAX_DRAWS` times; the last draw is used.
     """
-    check_arguments(reject_unbalanced, locals(), "algorithm")
 
     def make(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
         losses = over_clients(training_loss(task), local.execution)
@@ -111,3 +114,13 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
         return Start(take_rows(models, chosen), report=report)
 
     return start
+
+
+def pick_start(start: StartName | MakeStart, share: float) -> MakeStart:
+    """Returns the start of this name; `share` is that of `reject_unbalanced`."""
+    return pick(
+        start,
+        random=independent_models,
+        reject_unbalanced=reject_unbalanced(share),
+        kmeanspp_loss=spread_models,
+    )

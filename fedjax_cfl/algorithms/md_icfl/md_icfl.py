@@ -18,22 +18,30 @@ prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1].
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from typing_extensions import TypeAliasType
 
-from fedjax_cfl.algorithms.md_icfl.synthesis import MakeSampler, Sampler, predict_alone
+from fedjax_cfl.algorithms.md_icfl.synthesis import (
+    MakeSampler,
+    Prior,
+    Sampler,
+    back_search,
+    generator,
+    predict_alone,
+)
 from fedjax_cfl.client.cohort import CohortFn, over_clients
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, Start, StartFn
-from fedjax_cfl.round.aggregate import uniform_mean
+from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import copy_model, keep_groups, random_groups
+from fedjax_cfl.round.start import common_model, copy_model, keep_groups, random_groups
 from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, no_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, take_rows, where_rows
@@ -48,12 +56,20 @@ from fedjax_cfl.types import (
     State,
     Task,
 )
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import (
+    Count,
+    FiniteFloat,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    checked,
+    pick,
+)
 
 NOISE_SHARE = 0.1  # of the root mean square of a leaf
 
 # (task, key, models [m, ...], the largest group [] int32) -> models [m, ...] for empty groups
-RefillFn = Callable[[Task, Key, Params, jax.Array], Params]
+RefillFn = TypeAliasType("RefillFn", Callable[[Task, Key, Params, jax.Array], Params])
 
 
 class Privacy(NamedTuple):
@@ -124,37 +140,59 @@ WEAK = Privacy(init_label_shares, send_label_shares)
 STRONG = Privacy(lambda data: (), send_distances)
 
 
+@checked("algorithm")
 def md_icfl(
     task: Task,
     local: Local,
     system: SystemLike,
     *,
     m: PositiveInt,
-    sampling: MakeSampler,
-    privacy: Privacy = WEAK,
-    start: Callable[[Task, int], StartFn] = random_groups,
-    aggregate: AggregateFn = uniform_mean,
-    empty: RefillFn | None = None,
+    start: Literal["random", "common"] = "random",
+    sampling: Literal["back_search", "generator"] | MakeSampler = "back_search",
+    privacy: Literal["weak", "strong"] = "weak",
+    aggregate: MeanName | AggregateFn = "uniform",
+    empty: Literal["keep", "copy", "new"] = "keep",
+    samples: Count = 30,
+    prior_weight: NonNegativeFloat = 0.1,
+    prior_mean: FiniteFloat = 0.0,
+    squared: bool = False,
+    search_lr: PositiveFloat = 0.1,
+    search_steps: PositiveInt = 100,
+    hidden: PositiveInt = 256,
+    generator_lr: PositiveFloat = 0.01,
+    generator_steps: PositiveInt = 1000,
+    generator_batch: Count = 100,
+    bounded: bool = True,
+    warm_start: bool = False,
 ) -> Algorithm:
     """MD-ICFL with m groups; clients start in random ones.
 
-    Args: `start` random_groups | common_model, the first models: m different ones, or one for
-    all; `sampling` back_search | generator, see `synthesis`; `privacy` WEAK | STRONG: the
-    groups are the same where no data change; `aggregate` uniform_mean | weighted_mean; `empty`
-    None | copy_largest | new_models, the model of a group that no client is in any more, which the
-    paper does not say: None keeps the old one.
+    Args: `start` random | common, the first models: m different ones, or one for all; `sampling`
+    back_search, with `search_lr` and `search_steps` | generator, with `hidden`, `generator_lr`,
+    `generator_steps`, `generator_batch` and `bounded`, see the functions of `synthesis` of these
+    names; `privacy` weak | strong: the groups are the same where no data change; `aggregate`
+    uniform | samples; `empty`: the model of a group that no client is in any more, which the paper
+    does not say: keep the old one | copy, the largest group's with noise | new, a random one;
+    `samples` of each group and class; `prior_weight`, `prior_mean` and `squared` are those of
+    `synthesis.Prior`; `warm_start` goes on from the samples, or generators, of the round before.
     """
-    check_arguments(md_icfl, locals(), "algorithm")
-    sampler = sampling(task, local)
+    prior = Prior(prior_mean, prior_weight, squared)
+    search = back_search(samples, search_lr, search_steps, prior, warm_start)
+    adam = generator_lr, generator_steps, generator_batch
+    draw = generator(samples, hidden, *adam, prior, bounded, warm_start)
+    sampler = pick(sampling, back_search=search, generator=draw)(task, local)
+    models = random_groups(task, m) if start == "random" else common_model(task, m)
+    known = WEAK if privacy == "weak" else STRONG
+    refill = {"keep": None, "copy": copy_largest, "new": new_models}[empty]
     method = Method(
         sgd(task, local),
-        start=random_assignment(start(task, m), m, sampler, privacy),
-        migrate=refill_empty_groups(task, empty) if empty else None,
+        start=random_assignment(models, m, sampler, known),
+        migrate=refill_empty_groups(task, refill) if refill else None,
         assign=keep_groups,
         takes_newcomers=True,  # by what they have trained
-        prepare=charge_label_shares if privacy is WEAK else None,
-        regroup=join_nearest_model(task, local, sampler, privacy),
-        aggregate=aggregate,
+        prepare=charge_label_shares if privacy == "weak" else None,
+        regroup=join_nearest_model(task, local, sampler, known),
+        aggregate=pick(aggregate, **MEANS),
     )
     return federated(task, local, system, method)
 

@@ -16,6 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import run_clients
 from fedjax_cfl.client.executor import Loop, Program, map_result
@@ -24,14 +25,7 @@ from fedjax_cfl.sharding import over_devices
 from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import squared_leaf_norms, take_rows, where_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task
-from fedjax_cfl.validation import (
-    Count,
-    FiniteFloat,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    check_arguments,
-)
+from fedjax_cfl.validation import Count, PositiveFloat, PositiveInt, checked
 
 NOISE = 16  # length of a generator's noise (MD-ICFL, section 4)
 
@@ -44,14 +38,14 @@ class Sampler(NamedTuple):
     sample: Callable[..., tuple[jax.Array, Any]]
 
 
-MakeSampler = Callable[[Task, Local], Sampler]
+MakeSampler = TypeAliasType("MakeSampler", Callable[[Task, Local], Sampler])
 
 
 class Prior(NamedTuple):
     """Where samples are likely to lie."""
 
-    prior_mean: FiniteFloat = 0.0  # of every input value
-    prior_weight: NonNegativeFloat = 0.1  # lambda of eqs. 6 and 7
+    prior_mean: float = 0.0  # of every input value
+    prior_weight: float = 0.1  # lambda of eqs. 6 and 7
     squared: bool = False  # ||x - mean||^2; False: the norm as it is printed
 
     def penalty(self, x: jax.Array) -> jax.Array:
@@ -88,6 +82,7 @@ def draw_noise(samples: int, key: Key, models: Params, data: FederatedData) -> j
     return jax.random.normal(key, (data.num_classes * samples, count, *data.x.shape[1:]))
 
 
+@checked("algorithm")
 def back_search(
     samples: Count = 30,
     search_lr: PositiveFloat = 0.1,
@@ -103,8 +98,6 @@ def back_search(
     has lambda and the mean; `warm_start` goes on from the samples of the round before, so that
     fewer steps do. Raises InputError for a value that is not allowed.
     """
-    check_arguments(back_search, locals(), "algorithm")
-    check_arguments(Prior, prior._asdict(), "algorithm")
     adam = optax.adam(search_lr)
 
     def make(task: Task, local: Local) -> Sampler:
@@ -233,6 +226,7 @@ class GeneratorTraining(NamedTuple):
         return module.apply(variables, noise, jax.nn.one_hot(labels, classes), False)
 
 
+@checked("algorithm")
 def generator(
     samples: Count = 30,
     hidden: PositiveInt = 256,
@@ -252,8 +246,6 @@ def generator(
     with tanh; `warm_start` goes on from the generators of the round before, otherwise they are
     new in every round. Raises InputError for a value that is not allowed.
     """
-    check_arguments(generator, locals(), "algorithm")
-    check_arguments(Prior, prior._asdict(), "algorithm")
     adam = optax.adam(generator_lr)
 
     def make(task: Task, local: Local) -> Sampler:

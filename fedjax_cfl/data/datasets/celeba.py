@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.readers import read_files, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, Seed, check_arguments
+from fedjax_cfl.validation import PositiveInt, Seed, checked
 
 SIZE = 84  # pixels of a side, as in LEAF's model
 # where the JSON files may be, and the images
@@ -28,6 +28,7 @@ PLACES = tuple(
 IMAGES = (("celeba/data/raw/img_align_celeba",), ("celeba/img_align_celeba",))
 
 
+@checked("dataset.source")
 def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = False) -> Pool:
     """Returns the faces of CelebA, 84x84x3 uint8, y 1 where smiling; `client` is the
     celebrity, in order of names.
@@ -40,7 +41,6 @@ def celeba(users: PositiveInt | None = None, seed: Seed = 0, keep_split: bool = 
     raw/img_align_celeba/ beside them or in celeba/img_align_celeba/. There is no
     download. Raises InputError for missing or bad files.
     """
-    check_arguments(celeba, locals(), "dataset.source")
     files, images = locate_first(PLACES), locate_first(IMAGES)
     if files is None or images is None:
         absent = "celeba/data/all_data" if files is None else IMAGES[0][0]

@@ -7,7 +7,7 @@ a word of one digit a client.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from numpy.random import RandomState
@@ -16,15 +16,11 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import (
-    ANYTHING,
-    FiniteFloat,
     Fraction,
     PositiveInt,
     Rule,
     Seed,
-    check_arguments,
-    each,
-    rule_of,
+    checked,
 )
 
 # FedDrift's tables of 10 clients in 11 stages. A has two concepts, which change client by client
@@ -48,30 +44,21 @@ CHANGES = {
 }
 
 
-def _is_table(value: object) -> bool:
-    if isinstance(value, str):
-        return value in CHANGES
-    words = list(value) if isinstance(value, list | tuple) else []
-    same = len(words) > 1 and all(isinstance(word, str) and word.isdecimal() for word in words)
-    return same and len({len(word) for word in words}) == 1
-
-
-Changes = Annotated[
-    str | Sequence[str],
+Words = Annotated[
+    Sequence[str],
     Rule(
-        f"one of {', '.join(CHANGES)}, or a list of two or more words of equal length, one a stage,"
-        " each of one digit a client, as ['000','011']",
-        _is_table,
+        "a list of two or more words of equal length, one a stage, each of one digit a client, as"
+        " ['000','011']",
+        lambda words: (
+            len(words) > 1 and len(set(map(len, words))) == 1 and all(map(str.isdecimal, words))
+        ),
     ),
 ]
-
-NUMBERS = each(rule_of(FiniteFloat) or ANYTHING)
-Limits = Annotated[
-    Sequence[float],
-    Rule("a list of one or more numbers", lambda value: NUMBERS.holds(value) and len(value) > 0),
-]
+Changes = Literal["A", "B", "C", "D", "E", "F"] | Words
+Limits = Annotated[Sequence[float], Rule("a list of one or more numbers", bool)]
 
 
+@checked("dataset.source")
 def sine(
     changes: Changes = "A",
     clients: PositiveInt = 10,
@@ -88,7 +75,6 @@ def sine(
     either to have the other label; `seed` fixes all draws. Raises InputError for a table with more
     concepts than there are.
     """
-    check_arguments(sine, locals(), "dataset.source")
 
     def label(x: np.ndarray, concept: np.ndarray) -> np.ndarray:
         return (x[:, 1] <= np.sin(x[:, 0])) != (concept == 1)
@@ -96,6 +82,7 @@ def sine(
     return _draw(label, (2, 1.0, 2), changes, clients, (samples, test_samples), noise, seed)
 
 
+@checked("dataset.source")
 def circle(
     changes: Changes = "A",
     clients: PositiveInt = 10,
@@ -109,7 +96,6 @@ def circle(
 
     Arguments and errors are those of `sine`.
     """
-    check_arguments(circle, locals(), "dataset.source")
 
     def label(x: np.ndarray, concept: np.ndarray) -> np.ndarray:
         centre, radius = np.array([0.2, 0.6])[concept], np.array([0.15, 0.25])[concept]
@@ -118,6 +104,7 @@ def circle(
     return _draw(label, (2, 1.0, 2), changes, clients, (samples, test_samples), noise, seed)
 
 
+@checked("dataset.source")
 def sea(
     changes: Changes = "C",
     clients: PositiveInt = 10,
@@ -132,7 +119,6 @@ def sea(
     Args: `theta`, numbers, one a concept; the others, and errors, are those of `sine`. In the files
     of FedDrift's authors the labels of concept 3 are those of 9.0, as of concept 1; 9.5 is usual.
     """
-    check_arguments(sea, locals(), "dataset.source")
     limits = np.asarray(theta, float)
 
     def label(x: np.ndarray, concept: np.ndarray) -> np.ndarray:

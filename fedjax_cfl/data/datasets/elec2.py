@@ -9,12 +9,13 @@ from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.tables import read_columns
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import PositiveInt, check_arguments
+from fedjax_cfl.validation import PositiveInt, checked
 
 FILE = "elec2/elec.csv.gz"
 HEADER = "period,nswprice,nswdemand,vicprice,vicdemand,transfer,class".split(",")
 
 
+@checked("dataset.source")
 def elec2(clients: PositiveInt = 48) -> Pool:
     """Returns Elec2: x [N, 6] float32 and y [N], the half-hours in order of time.
 
@@ -26,7 +27,6 @@ def elec2(clients: PositiveInt = 48) -> Pool:
     of the week. The file elec2/elec.csv.gz under a data root is not downloaded. Raises
     InputError if it is missing or bad, or has fewer half-hours than clients.
     """
-    check_arguments(elec2, locals(), "dataset.source")
     (path,) = require("elec2", FILE)
     table = read_columns(path, HEADER)
     if clients > len(table):

@@ -18,7 +18,7 @@ from fedjax_cfl.data.datasets.pool import (
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.formatting import clean_name, name_columns
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, check_arguments
+from fedjax_cfl.validation import NaturalInt, checked
 
 # (labels, samples of each): more labels, each in fewer samples, are no classes
 UNLIKELY_CLASSES = ((1000, 10), (50, 2))
@@ -141,6 +141,7 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     return build_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
 
 
+@checked()
 def from_arrays(
     x: Any,
     y: Any,
@@ -158,7 +159,6 @@ def from_arrays(
     numbers to regress, or labels [N, T], 0 or 1. An array of uint8 or float32 is not copied.
     Raises InputError for what `npz` would refuse.
     """
-    check_arguments(from_arrays, {"num_classes": num_classes})
     given = {"x": x, "y": y, "client": client, "split": split, "time": time, "concept": concept}
     arrays = {name: _plain_array(name, value) for name, value in given.items() if value is not None}
     for name in ("x", "y"):

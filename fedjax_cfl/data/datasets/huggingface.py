@@ -7,24 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
+from fedjax_cfl.data.datasets.image_files import ImageSize, Mode
 from fedjax_cfl.data.datasets.readers import list_names, report_damage
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import (
-    TEXT,
-    NaturalInt,
-    OptionalText,
-    OptionalTexts,
-    Rule,
-    check_arguments,
-    each,
-)
+from fedjax_cfl.validation import NaturalInt, OptionalText, OptionalTexts, Rule, Text, checked
 
-ONE_OR_MORE = Rule(
-    "null, the name of a column, or a list of names",
-    lambda value: value is None or TEXT.holds(value) or (each(TEXT).holds(value) and bool(value)),
-)
+Names = Annotated[list[Text], Rule("a list of names", bool)]
 # columns that name the user, in well-known data sets
 USERS = (
     "writer_id", "user_id", "client_id", "user", "character_id", "celeb_id", "speaker_id", "subject"
@@ -33,9 +22,10 @@ PARTITION = re.compile(r"partition_(\d+)(\.parquet)?")
 OWNER, TESTS = "partition of a row", "split of a row"  # columns that are added
 
 
+@checked("dataset.source")
 def huggingface(
     path: str | Path,
-    x: Annotated[str | list[str] | None, ONE_OR_MORE] = None,
+    x: Text | Names | None = None,
     y: OptionalText = None,
     client: OptionalText = None,
     time: OptionalText = None,
@@ -43,7 +33,7 @@ def huggingface(
     splits: OptionalTexts = None,
     num_classes: NaturalInt | None = None,
     config: OptionalText = None,
-    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    size: ImageSize | None = None,
     mode: Mode = "auto",
 ) -> Pool:
     """Returns a data set of the hub, or of a folder: what `Dataset.save_to_disk` or
@@ -66,7 +56,6 @@ def huggingface(
     Raises InputError where the package is missing, and for a folder, a column or a value that does
     not fit.
     """
-    check_arguments(huggingface, locals(), "dataset.source")
     try:
         hf: Any = importlib.import_module("datasets")  # an extra
     except ImportError:

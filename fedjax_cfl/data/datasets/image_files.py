@@ -4,13 +4,14 @@ import io
 import logging
 import warnings
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.datasets.readers import report_damage
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import Rule
+from fedjax_cfl.validation import Rule, whole
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 # no others: for some Pillow starts programs
@@ -21,16 +22,12 @@ GREY = ("1", "L", "LA", "La")
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what matters is raised as well
 
 Mode = Literal["auto", "grey", "rgb"]
-IMAGE_SIZE = Rule(
-    "null or [height,width], from 1 to 4096 each",
-    lambda value: (
-        value is None
-        or (
-            isinstance(value, list | tuple)
-            and len(value) == 2
-            and all(type(side) is int and 1 <= side <= 4096 for side in value)
-        )
-    ),
+ImageSize = TypeAliasType(
+    "ImageSize",
+    Annotated[
+        list[Annotated[int, whole(1, 4096)]],
+        Rule("[height,width], from 1 to 4096 each", lambda value: len(value) == 2),
+    ],
 )
 
 

@@ -4,17 +4,17 @@ client and split it is of.
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, SUFFIXES, Mode, stack_images
+from fedjax_cfl.data.datasets.image_files import SUFFIXES, ImageSize, Mode, stack_images
 from fedjax_cfl.data.datasets.pool import check_pool, name_clients, number_names
 from fedjax_cfl.data.datasets.readers import check_file, list_names, read_files, report_damage
-from fedjax_cfl.data.datasets.table import OptionalName
+from fedjax_cfl.data.datasets.table import Name
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import TEXT, OptionalText, check_arguments
+from fedjax_cfl.validation import OptionalText, Text, checked
 
 Layout = Literal[
     "class", "split/class", "user/class", "class/user", "split/user/class", "user/split/class",
@@ -27,15 +27,16 @@ DEEPEST = 3  # folders between the root and an image
 SKIPPED = ("Thumbs.db", "desktop.ini", "__MACOSX")  # what systems leave there; and hidden files
 
 
+@checked("dataset.source")
 def image_folder(
     path: str | Path,
     layout: Layout | None = None,
-    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    size: ImageSize | None = None,
     mode: Mode = "auto",
-    train: Annotated[str, TEXT] = "train",
+    train: Text = "train",
     test: OptionalText = "test",
-    y: OptionalName = None,
-    client: OptionalName = None,
+    y: Name | None = None,
+    client: Name | None = None,
 ) -> Pool:
     """Returns the images of a folder [N, H, W, C], C 1 (grey) or 3: uint8, or float32 v / 65535 of
     16-bit grey. Read are JPEG, PNG, PPM, PGM, BMP, TIFF and WebP, of several frames the first,
@@ -53,7 +54,6 @@ def image_folder(
     Raises InputError for images that cannot be read or do not fit together, and for folders that
     do not fit the layout.
     """
-    check_arguments(image_folder, locals(), "dataset.source")
     root = Path(os.path.expanduser(path))
     tables = find_tables(root, train, test) if layout in (None, "metadata") else []
     if tables:

@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.files import leaf
 from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import checked
 
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 DIGITS = Path(__file__).with_name("digits.npz")  # images 0 .. 16, labels 0 .. 9
@@ -56,6 +56,7 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     )
 
 
+@checked("dataset.source")
 def fashion_mnist(
     standardize: bool = True,
     offline: bool = False,
@@ -70,7 +71,6 @@ def fashion_mnist(
     standardised together. `split=random` draws a test split of the official one's size,
     a seventh of every class, always the same for the same files.
     """
-    check_arguments(fashion_mnist, locals(), "dataset.source")
     pooled = locate(*FASHION) if locate(*list_wanted("fashion_mnist")) is None else None
     if pooled is None:
         x, y, test = _idx("fashion_mnist", fetch("fashion_mnist", offline))
@@ -91,6 +91,7 @@ def fashion_mnist(
     )
 
 
+@checked("dataset.source")
 def femnist(
     classes: Literal["all", "digits"] = "all", offline: bool = False, keep_split: bool = True
 ) -> Pool:
@@ -103,7 +104,6 @@ def femnist(
     leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's
     scripts make them.
     """
-    check_arguments(femnist, locals(), "dataset.source")
     archive = locate(FEMNIST)
     folders = locate("femnist/data") or locate("femnist/leaf_json")
     if archive is not None:
@@ -158,6 +158,7 @@ def cifar10(centered: bool = False) -> Pool:
     return check_pool(_center(pool) if centered else pool, "cifar10")
 
 
+@checked("dataset.source")
 def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False) -> Pool:
     """Returns CIFAR-100, 32x32x3 uint8 in the official split, of 100 "fine" classes or the 20
     "coarse" ones; with `centered`, x is float32 in [-1, 1].
@@ -166,7 +167,6 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     test.bin, and {fine,coarse}_label_names.txt, from which classes have names, if it is there.
     They are downloaded by `fedjax-cfl download cifar100` alone.
     """
-    check_arguments(cifar100, locals(), "dataset.source")
     paths = locate(*CIFAR_100)
     if paths is None:
         raise missing_data_error("cifar100", *CIFAR_100)

@@ -25,7 +25,7 @@ from fedjax_cfl.data.datasets.readers import list_folder, shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed, check_arguments
+from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed, checked
 
 # LEAF's row of a tweet is id, date, query, user, text, and sometimes more
 WHEN, TEXT, COLUMNS = 1, 4, 5
@@ -69,6 +69,7 @@ def sent140(
     return check_pool(pool, "sent140")
 
 
+@checked("dataset.source")
 def read_tweets(
     users: PositiveInt | None = None, min_tweets: NaturalInt = 30, seed: Seed = 0
 ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
@@ -80,7 +81,6 @@ def read_tweets(
     are drawn with `seed` (None: no limit). See `_files` for where the files may be.
     Raises InputError if there are none, if one is bad, or if no user has enough tweets.
     """
-    check_arguments(read_tweets, locals(), "dataset.source")
     files = _files()
     parts = [read_users(part, _tweets) for part in files]
     # LEAF trains on int(0.9 n) of n tweets: users who had more than 30 have more than 3 in the

@@ -5,11 +5,12 @@ import numpy as np
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, Seed, check_arguments
+from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, Seed, checked
 
 FEATURES, CLASSES = 60, 10  # of the synthetic data
 
 
+@checked("dataset.source")
 def synthetic(
     alpha: NonNegativeFloat = 1.0,
     beta: NonNegativeFloat = 1.0,
@@ -31,7 +32,6 @@ def synthetic(
     them; `clients` is the number of devices; `match_total` is at least 50 for each device;
     `seed` fixes all draws; `iid`: one model for all.
     """
-    check_arguments(synthetic, locals(), "dataset.source")
     rng = np.random.RandomState(seed)
     sizes = _synthetic_sizes(rng, clients, match_total)
     scale = np.arange(1, FEATURES + 1) ** -0.6

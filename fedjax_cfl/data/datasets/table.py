@@ -4,54 +4,40 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from typing_extensions import TypeAliasType
+
 from fedjax_cfl.data import tables
-from fedjax_cfl.data.datasets.image_files import IMAGE_SIZE, Mode
+from fedjax_cfl.data.datasets.image_files import ImageSize, Mode
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, Rule, check_arguments, or_none
+from fedjax_cfl.validation import NaturalInt, Rule, checked
 
 if TYPE_CHECKING:
     import pandas
     import pyarrow
 
-SIGN = Rule(
-    "one character, or tab",
-    lambda value: value == "tab" or (isinstance(value, str) and len(value) == 1),
-)
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str | int) and not isinstance(value, bool) and str(value) != ""
-
-
-NAME = Rule("the name of a column", _is_name)
-NAMES = Rule(
-    "the name of a column, or a list of names",
-    lambda value: (
-        _is_name(value) or (isinstance(value, list | tuple) and all(map(_is_name, value)))
-    ),
-)
-
-
-Names = Annotated[
-    list[str] | str, Rule(NAMES.allowed, lambda value: value != [] and NAMES.holds(value))
+Sign = Annotated[
+    str, Rule("one character, or tab", lambda value: value == "tab" or len(value) == 1)
 ]
-OptionalName = Annotated[str | None, or_none(NAME)]
-OptionalNames = Annotated[list[str] | str | None, or_none(NAMES)]
+Name = TypeAliasType(
+    "Name", Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
+)
+Names = TypeAliasType("Names", Name | Annotated[list[Name], Rule("a list of names", bool)])
 
 
+@checked("dataset.source")
 def from_frame(
     table: "pandas.DataFrame | pyarrow.Table",
-    y: Names,
-    x: OptionalNames = None,
-    client: OptionalName = None,
-    split: OptionalName = None,
-    time: OptionalName = None,
-    concept: OptionalName = None,
+    y: Names | None,
+    x: Names | None = None,
+    client: Name | None = None,
+    split: Name | None = None,
+    time: Name | None = None,
+    concept: Name | None = None,
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
-    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    size: ImageSize | None = None,
     mode: Mode = "auto",
     name: str = "table",
 ) -> Pool:
@@ -79,21 +65,21 @@ def from_frame(
     would refuse.
     """
     given = locals()
-    _check(from_frame, given)
     from fedjax_cfl.data.datasets import frame  # with pandas, which few need
 
     return frame.make_pool(frame.to_table(table, name), *frame.describe(given))
 
 
+@checked("dataset.source")
 def csv(
     path: str | Path,
-    y: Names,
-    x: OptionalNames = None,
-    client: OptionalName = None,
-    split: OptionalName = None,
-    time: OptionalName = None,
-    concept: OptionalName = None,
-    delimiter: Annotated[str, SIGN] = ",",
+    y: Names | None,
+    x: Names | None = None,
+    client: Name | None = None,
+    split: Name | None = None,
+    time: Name | None = None,
+    concept: Name | None = None,
+    delimiter: Sign = ",",
     decimal: Literal[".", ","] = ".",
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
@@ -106,37 +92,37 @@ def csv(
     train and test side by side are the split, where no column is.
     Raises InputError for a file that cannot be read, and for what `from_frame` would refuse.
     """
-    _check(csv, locals())
     return read_source("csv", locals())
 
 
+@checked("dataset.source")
 def jsonl(
     path: str | Path,
-    y: Names,
-    x: OptionalNames = None,
-    client: OptionalName = None,
-    split: OptionalName = None,
-    time: OptionalName = None,
-    concept: OptionalName = None,
+    y: Names | None,
+    x: Names | None = None,
+    client: Name | None = None,
+    split: Name | None = None,
+    time: Name | None = None,
+    concept: Name | None = None,
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
 ) -> Pool:
     """Returns the samples of a file with a JSON object in each line, or of all *.jsonl of a
     folder, as `csv` does. Raises InputError for what `csv` would refuse.
     """
-    _check(jsonl, locals())
     return read_source("jsonl", locals())
 
 
+@checked("dataset.source")
 def parquet(
     path: str | Path,
-    y: Names,
-    x: OptionalNames = None,
-    client: OptionalName = None,
-    split: OptionalName = None,
-    time: OptionalName = None,
-    concept: OptionalName = None,
-    size: Annotated[list[int] | None, IMAGE_SIZE] = None,
+    y: Names | None,
+    x: Names | None = None,
+    client: Name | None = None,
+    split: Name | None = None,
+    time: Name | None = None,
+    concept: Name | None = None,
+    size: ImageSize | None = None,
     mode: Mode = "auto",
     number_text: bool = False,
     num_classes: NaturalInt | None = None,
@@ -147,13 +133,7 @@ def parquet(
     Raises InputError for a file that cannot be read, for files whose columns have types that do
     not fit together, and for what `from_frame` would refuse.
     """
-    _check(parquet, locals())
     return read_source("parquet", locals())
-
-
-def _check(reader: Any, given: dict[str, Any]) -> None:
-    y = "no labels" if given["y"] is None else given["y"]
-    check_arguments(reader, {**given, "y": y}, "dataset.source")
 
 
 def read_source(kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any]) -> Pool:

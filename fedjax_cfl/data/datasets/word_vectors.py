@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, shorten
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.validation import check_arguments
+from fedjax_cfl.validation import checked
 
 MAX_TOKENS, VECTOR_SIZE = 25, 300  # of a tweet, of a word
 TOKEN = re.compile(r"[\w']+|[.,!?;]")
@@ -27,6 +27,7 @@ def tokenize(text: str, lower: bool = False) -> list[str]:
     return TOKEN.findall(text.lower() if lower else text)
 
 
+@checked("dataset.source")
 def embed_texts(
     texts: Sequence[str],
     embedding: PathLike | None = None,
@@ -39,7 +40,6 @@ def embed_texts(
     Vectors come from a GloVe text file, `embedding`, or are hashed, see `hash_words`.
     Raises InputError for a bad file or another `pad`.
     """
-    check_arguments(embed_texts, locals(), "dataset.source")
     number = {}  # word -> row of the table; row 0 is the padding
     rows = np.zeros((len(texts), MAX_TOKENS), np.int32)
     for row, text in zip(rows, texts, strict=True):
