@@ -1,7 +1,8 @@
-"""Numbers and texts as people read them; texts from files cannot act on what shows them."""
+"""Numbers, settings and texts as people read them; what files hold cannot act on what shows it."""
 
 import re
 import unicodedata
+from collections.abc import Iterator
 from typing import Any
 
 from rich.markup import escape
@@ -83,3 +84,22 @@ def name_columns(frame: Any) -> dict[str, Any] | None:
     """
     names = getattr(frame, "column_names", getattr(frame, "columns", None))
     return None if names is None else {clean_name(name): name for name in names}
+
+
+# settings
+
+
+def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of every leaf of a nested dict."""
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten_settings(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def format_value(value: Any) -> str:
+    """Returns a value as the command line writes it."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

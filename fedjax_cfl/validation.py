@@ -22,6 +22,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.formatting import format_value
 
 # What arrays on a device hold: larger numbers are infinite there, smaller ones may be 0.
 FLOAT32_MAX = 3.4028234663852886e38
@@ -132,13 +133,12 @@ class Setting(NamedTuple):
         Raises InputError, which names the setting, for one that is not allowed.
         """
         value = value.item() if _is_numpy_scalar(value) else value
-        if self.takes_objects and not _is_plain(value):
+        # what an array of a program holds is not known
+        if hasattr(value, "dtype") or (self.takes_objects and not _is_plain(value)):
             return value
         try:
-            if hasattr(value, "dtype"):
-                raise TypeError("an array")
             return _adapter(self.kind).validate_python(value)
-        except (TypeError, ValidationError) as error:
+        except ValidationError as error:
             allowed = describe(self.kind)
             near = suggest_nearest(value, map(str, options_of(self.kind)))
             raise InputError(
@@ -161,11 +161,11 @@ def _is_plain(value: Any) -> bool:
     return plain and not hasattr(value, "_fields")
 
 
-def _explain(error: Exception) -> str:
+def _explain(error: ValidationError) -> str:
     """Returns, in brackets, why a number that looks allowed is not."""
-    for each in error.errors() if isinstance(error, ValidationError) else ():
+    for each in error.errors():
         context = each.get("ctx", {})
-        if context.get("le") == INT32_MAX and context.get("le") is not None:
+        if context.get("le") == INT32_MAX:
             return f" (at most {INT32_MAX}, the largest int32)"
         if "float32" in str(context.get("error", "")):
             return f" ({context['error']})"
@@ -265,13 +265,6 @@ def options_of(kind: Any) -> list[Any]:
     return [option for part in parts for option in options_of(part)] if unions else []
 
 
-def format_value(value: Any) -> str:
-    """Returns a value as the command line writes it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
-
-
 # checks
 
 
@@ -329,12 +322,3 @@ def pick(choice: Any, **options: Any) -> Any:
 def is_number(value: Any) -> bool:
     """Returns whether this is a Python number, and not an input of a compiled program."""
     return isinstance(value, int | float)
-
-
-def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) of every leaf of a nested dict."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten_settings(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value

@@ -16,7 +16,7 @@ from conftest import call, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.main import COMMANDS, parse_flags
+from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
 from fedjax_cfl.cli.names import check_names
 from fedjax_cfl.cli.overrides import precheck
 from fedjax_cfl.system.clock import CohortSizes
@@ -119,8 +119,9 @@ def test_commands_are_allowed(page, line, tmp_path, monkeypatch):
     if arguments and (arguments[0] in COMMANDS or arguments[0].startswith("--")):
         return
     absolute = [text.replace("run_dir=/", f"run_dir={tmp_path}/") for text in arguments]
-    given, _ = parse_flags(absolute)
-    precheck(given, *check_names(given, COMMANDS))
+    _, given = parse_flags(absolute)
+    with open_hydra():
+        precheck(given, *check_names(given, COMMANDS))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from fedjax_cfl.cli import overrides
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.main import COMMANDS, parse_flags
+from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
 from fedjax_cfl.cli.names import check_names, default_settings, list_groups
 from fedjax_cfl.data.datasets import csv, files, parquet, readers
 from fedjax_cfl.data.datasets.files import leaf
@@ -337,8 +337,9 @@ def test_overrides(names, tmp_path, monkeypatch, times):
     def search(lines, flags):
         before = set(tmp_path.iterdir())  # an accepted sweep has made its folder
         try:
-            asked, _ = parse_flags([*flags, *lines])
-            overrides.precheck(asked, *check_names(asked, COMMANDS))
+            _, asked = parse_flags([*flags, *lines])
+            with open_hydra():
+                overrides.precheck(asked, *check_names(asked, COMMANDS))
         except InputError as error:
             assert str(error) and set(tmp_path.iterdir()) == before
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]

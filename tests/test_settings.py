@@ -2,13 +2,13 @@
 
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import hydra
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import refusal
@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import check_name
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.settings import (
     OWN_WORDS,
     check_settings,
@@ -202,7 +203,6 @@ def test_a_function_gets_the_values_that_its_annotations_describe():
         ({"m": True}, "algorithm.m=true: must be a whole number >= 1"),
         ({"m": "3"}, "algorithm.m=3: must be a whole number >= 1"),
         ({"m": 2**31}, "algorithm.m=2147483648: must be a whole number >= 1 (at most 2147483647,"),
-        ({"m": jnp.ones(())}, "algorithm.m=1.0: must be a whole number >= 1"),
         ({"epsilon": 0.0}, "algorithm.epsilon=0.0: must be null or a finite number > 0"),
         ({"epsilon": "x"}, "algorithm.epsilon=x: must be null or a finite number > 0"),
         ({"mix": "bb"}, "algorithm.mix=bb: must be one of a, b (did you mean 'b'?)"),
@@ -254,6 +254,48 @@ def test_a_setting_without_a_rule_keeps_its_kind():
         assert refusal(check_settings, {"a": {name: value}}, default, {}).startswith(
             f"a.{name}={shown}: must be "
         )
+
+
+OWN_METHOD = """
+from typing import Literal
+
+import fedjax_cfl as cfl
+from fedjax_cfl.validation import Fraction, PositiveInt
+
+
+def mine(
+    task, local, system, *, m: PositiveInt, gain: Fraction = 0.1, keep: Literal["a", "bb"] = "a"
+):
+    return cfl.algorithms.ifca(task, local, system, m=m)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Returns what names a method of a package of the user's own, in the current folder."""
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "stranger" / "__init__.py").touch()
+    (tmp_path / "stranger" / "methods.py").write_text(OWN_METHOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield ["algorithm=fedavg", "algorithm._target_=stranger.methods.mine"]
+    for name in ("stranger", "stranger.methods"):
+        sys.modules.pop(name, None)
+
+
+def test_a_method_of_another_package_has_its_settings_checked_and_completed(own):
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        for given in ("algorithm.m=3", "+algorithm.m=3"):
+            node = check_overrides([*own, given, "algorithm.keep=bb"])["algorithm"]
+            assert (node["m"], node["gain"], node["keep"]) == (3, 0.1, "bb")
+        for given, said in (
+            ("algorithm.gain=0", "algorithm.m: must be given, as algorithm.m=VALUE"),
+            ("algorithm.m=0", "algorithm.m=0: must be a whole number >= 1"),
+            ("algorithm.m=3 algorithm.gain=2", "algorithm.gain=2: must be a number between 0 and"),
+            ("algorithm.m=3 algorithm.keep=b", "algorithm.keep=b: must be one of a, bb (did you"),
+            ("algorithm.m=3 algorithm.gian=0", "algorithm.gian=0: unknown setting (did you mean"),
+        ):
+            assert refusal(check_overrides, [*own, *given.split()]).startswith(said)
 
 
 def test_what_was_asked_for_is_blamed_first():

@@ -20,7 +20,7 @@ from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download, word_vectors
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
 from fedjax_cfl.data.datasets.sent140 import STAND_IN, read_tweets, sent140
-from fedjax_cfl.validation import format_value
+from fedjax_cfl.formatting import format_value
 
 real = pytest.mark.skipif(
     not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"

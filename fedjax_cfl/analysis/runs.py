@@ -11,7 +11,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.formatting import escape_text, flatten_settings
 from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.results import (
@@ -28,7 +28,6 @@ from fedjax_cfl.runs.results import (
 from fedjax_cfl.runs.scoring import scored_rounds
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import SCORES
-from fedjax_cfl.validation import flatten_settings
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared

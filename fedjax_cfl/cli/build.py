@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -16,15 +17,17 @@ from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.names import PACKAGE
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.settings import PACKAGE, check_sizes, collect_settings, resolve_target
+from fedjax_cfl.cli.settings import check_sizes, collect_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.data.datasets.pool import number_owners
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
-from fedjax_cfl.data.scaling import describe_scales, standardize
+from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
 from fedjax_cfl.errors import InputError, is_new
+from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.method import Method
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
@@ -39,8 +42,9 @@ from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
-from fedjax_cfl.validation import check_settings, flatten_settings
+from fedjax_cfl.validation import check_settings
 
+log = logging.getLogger(__name__)
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -70,6 +74,27 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     """Returns what a resolved configuration describes, and how its clients train. Raises InputError
     for data or sizes that do not fit. `may_shrink`: see `shrink_cohort`.
     """
+    mesh = open_devices(config)
+    drift = instantiate_target("drift", config["drift"])
+    check_extras(config, drift)
+    pool = load_pool(config)
+    holdings = split_pool(config, pool)
+    data, scaling = make_data(config, pool, holdings)
+    if may_shrink:
+        shrink_cohort(config, data.num_clients)
+    check_sizes(config, data.num_clients, int(data.test.size.sum()))
+    task = build_task(config, pool, data.x.shape[1:])
+    if config["resident"] != "host":
+        # before a batch is cut to the most that a client can have
+        data = bound_client_samples(data, drift)
+    algorithm, local = build_method(config, task, data, drift, mesh)
+    return Setup(algorithm, task, data, drift, mesh, scaling), local
+
+
+def open_devices(config: dict[str, Any]) -> Mesh:
+    """Connects the processes of a run, and returns the devices that it uses. Raises InputError for
+    settings that they do not have.
+    """
     check_jax_settings()
     distributed.connect(config["coordinator"], config["processes"], config["process"])
     use_run_devices()
@@ -77,40 +102,70 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     jax.config.update("jax_default_matmul_precision", config["precision"])
     mesh = make_mesh(config["devices"])
     check_execution(config["local"]["executor"], config["precision"], mesh)
-    drift, newcomers = instantiate_target("drift", config["drift"]), name_newcomers(config)
-    check_extras(config, drift)
-    pool, holdings = deal_samples(config)
-    if not config["evaluate"]["validation"]:
-        say(describe_unused(config, pool, holdings))
-    data = federate_samples(config, pool, holdings)
-    if config["evaluate"]["part"] == "validation":
-        say(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
-    if any(config["evaluate"][name] for name in NEWCOMERS):
-        data = take_clients(data, hold_out(config, data)[0])
-    by = config["dataset"]["standardize"]
-    say(describe_scales(data, by))
-    data, scaling = standardize(data, by)
-    usual = shrink_cohort(config, data.num_clients) if may_shrink else None
-    if usual:
-        say(
-            f"clients_per_round={data.num_clients}: all clients of the data, fewer than the {usual}"
-            " that it is by default"
+    return mesh
+
+
+def load_pool(config: dict[str, Any]) -> Pool:
+    """Returns all samples. Raises InputError where y are not what the task is about."""
+    pool = instantiate_target("dataset.source", choose_source(config))
+    check_task(config, pool)
+    return pool
+
+
+def split_pool(config: dict[str, Any], pool: Pool) -> Partition:
+    """Returns which client holds which sample of the pool, and for what. Raises InputError where
+    rows are to be scored on samples that are not set apart.
+    """
+    share, part = (config["evaluate"][name] for name in ("validation", "part"))
+    if part == "validation" and not share:
+        raise InputError(
+            "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
         )
-    check_sizes(config, data.num_clients, int(data.test.size.sum()))
-    task = build_task(config, pool, data.x.shape[1:])
-    if config["resident"] != "host":
-        # before a batch is cut to the most that a client can have
-        data = bound_client_samples(data, drift)
+    holdings = instantiate_target("partition", config["partition"], pool)
+    if not share:
+        return holdings
+    chooses = bool(asks_validation(config))
+    keep = "both" if chooses and part == "test" else part
+    holdings = set_apart_validation(holdings, share, config["seed"], keep)
+    if chooses and part == "validation":
+        holdings = holdings._replace(validation=holdings.test)
+    return holdings
+
+
+def make_data(
+    config: dict[str, Any], pool: Pool, holdings: Partition
+) -> tuple[FederatedData, Scaling | None]:
+    """Returns the data of the clients that take part, and the scale of their features; notes what
+    a user may not expect of them.
+    """
+    evaluate, by = config["evaluate"], config["dataset"]["standardize"]
+    if not evaluate["validation"]:
+        note(describe_unused(config, pool, holdings))
+    data = federate_samples(config, pool, holdings)
+    if evaluate["part"] == "validation":
+        note(f"scored on {int(data.test.size.sum()):,} validation samples; no test sample is read")
+    if any(evaluate[name] for name in NEWCOMERS):
+        data = take_clients(data, hold_out(config, data)[0])
+    note(describe_scales(data, by))
+    return standardize(data, by)
+
+
+def build_method(
+    config: dict[str, Any], task: Task, data: FederatedData, drift: Drift, mesh: Mesh
+) -> tuple[Algorithm, Local]:
+    """Returns the method, and how its clients train on the devices of `mesh`. Raises InputError
+    where task, data, drift and the method do not go together.
+    """
     local = build_local(config, task, data, mesh)
     algorithm = build_algorithm(config, task, data, local)
     check_data(algorithm, task, drift, data)
     check_without_classes(algorithm, drift, data)
     check_mixture(config, algorithm, data)
-    if newcomers:
+    if newcomers := name_newcomers(config):
         make, key = with_selection(config, task, data, local), jax.random.key(config["seed"])
         setting = f"evaluate.{newcomers}"
         check_rule(make, data, key, config["clients_per_round"], setting)
-    return Setup(algorithm, task, data, drift, mesh, scaling), local
+    return algorithm, local
 
 
 def name_newcomers(config: dict[str, Any]) -> str | None:
@@ -130,10 +185,10 @@ def hold_out(config: dict[str, Any], data: FederatedData) -> tuple[np.ndarray, n
     return kept, held[name_newcomers(config) == "validation_clients"]
 
 
-def say(line: str | None) -> None:
-    """Prints a line about the data, if there is one, in process 0 alone, and once in a command."""
+def note(line: str | None) -> None:
+    """Logs a line about the data, if there is one, in process 0 alone, and once in a command."""
     if line and distributed.is_primary() and is_new(line):
-        print(line)
+        log.info(line)
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
@@ -163,24 +218,9 @@ def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
 
 
 def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
-    """Returns the pool, and which client holds which sample of it. Raises InputError where rows are
-    to be scored on samples that are not set apart.
-    """
-    share, part = (config["evaluate"][name] for name in ("validation", "part"))
-    chooses = bool(asks_validation(config))
-    if part == "validation" and not share:
-        raise InputError(
-            "evaluate.part=validation: no samples are set apart; use evaluate.validation=0.2"
-        )
-    pool = instantiate_target("dataset.source", choose_source(config))
-    check_task(config, pool)
-    holdings = instantiate_target("partition", config["partition"], pool)
-    if share:
-        keep = "both" if chooses and part == "test" else part
-        holdings = set_apart_validation(holdings, share, config["seed"], keep)
-        if chooses and part == "validation":
-            holdings = holdings._replace(validation=holdings.test)
-    return pool, holdings
+    """Returns the pool, and which client holds which sample of it."""
+    pool = load_pool(config)
+    return pool, split_pool(config, pool)
 
 
 def asks_validation(config: dict[str, Any]) -> str | None:
@@ -236,15 +276,17 @@ def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) ->
     return federate(pool, held, concept, on_host=on_host)
 
 
-def shrink_cohort(config: dict[str, Any], num_clients: int) -> int | None:
+def shrink_cohort(config: dict[str, Any], num_clients: int) -> None:
     """Lets all clients take part where they are fewer than the cohort that is the data set's
-    default, which is returned then; another value of `clients_per_round` is left as it is.
+    default, and notes it; another value of `clients_per_round` is left as it is.
     """
     default = config["dataset"]["clients_per_round"]
-    if config["clients_per_round"] != default or num_clients >= default:
-        return None
-    replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
-    return default
+    if config["clients_per_round"] == default and num_clients < default:
+        replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
+        note(
+            f"clients_per_round={num_clients}: all clients of the data, fewer than the {default}"
+            " that it is by default"
+        )
 
 
 def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> None:

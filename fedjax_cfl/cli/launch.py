@@ -6,6 +6,7 @@ Nothing below `cli` sees a configuration object.
 import contextlib
 import copy
 import gc
+import logging
 import shutil
 import sys
 from pathlib import Path
@@ -50,6 +51,7 @@ def run(config: DictConfig) -> None:
         # what is imported stays: looking through it for garbage takes a tenth of tracing's time
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
+    show_notes()
     resolved = complete_settings(resolve_config(config))
     alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = Path(
@@ -85,6 +87,23 @@ def run(config: DictConfig) -> None:
                 run_dir.rmdir()
         remove_unused(run_dir if alone else run_dir.parent)
         sys.exit(print_error(error))
+
+
+class Notes(logging.Handler):
+    """Prints what the parts of a run note about it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one line."""
+        print(record.getMessage())
+
+
+def show_notes() -> None:
+    """Lets this process print notes of `build`, which other programs leave to their logging."""
+    notes = logging.getLogger(build.__module__)
+    if not notes.handlers:
+        notes.addHandler(Notes())
+        notes.setLevel(logging.INFO)
+        notes.propagate = False
 
 
 def remove_unused(folder: Path) -> None:

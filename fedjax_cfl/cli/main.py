@@ -76,18 +76,20 @@ def guard_children() -> Iterator[None]:
 
 
 def run_arguments(arguments: list[str]) -> int:
-    """Runs a verb, or hands checked arguments to Hydra; returns the exit status."""
+    """Runs a verb, shows something, or checks and runs what is asked for; returns the exit
+    status.
+    """
     if arguments and arguments[0] in COMMANDS:
         return run_command(*arguments)
     if arguments == ["--version"]:
         print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
-    given, flags = parse_flags(arguments)
-    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
-    sweep = None
-    if any(getattr(given, flag) for flag in INFO_FLAGS):
-        sys.argv[1:] = flags + given.overrides
-    else:
+    parser, given = parse_flags(arguments)
+    with open_hydra() as app:
+        if any(getattr(given, flag) for flag in INFO_FLAGS):
+            with wrap_help() if given.help else contextlib.nullcontext():
+                show(app, parser, given)
+            return 0
         from fedjax_cfl.cli.names import check_names
 
         asked, choices = check_names(given, COMMANDS)  # before anything imports JAX
@@ -95,23 +97,62 @@ def run_arguments(arguments: list[str]) -> int:
         from fedjax_cfl.cli.sweep import write_index
 
         request = precheck(given, asked, choices)
-        sweep = request.sweep
-        if sweep:
-            write_index(sweep.folder, sweep.points)
-        if not flags and not own:
-            run_composed(request.config)
-            return 0
-        sys.argv[1:] = flags + request.overrides
-    with wrap_help() if given.help else contextlib.nullcontext():
-        run_hydra([] if given.multirun else own)
-    if sweep:
-        print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(sweep.folder))}")
+        if request.sweep:
+            write_index(request.sweep.folder, request.sweep.points)
+        run_request(app, given, request)
+    if request.sweep:
+        folder = shlex.quote(str(request.sweep.folder))
+        print(f"all runs in one table: fedjax-cfl compare {folder}")
     return 0
 
 
-def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Returns Hydra's reading of the arguments, and those of them that are flags. Raises
-    InputError for flags that do not exist, contradict one another or are not allowed.
+@contextlib.contextmanager
+def open_hydra() -> Iterator[Any]:
+    """Lets Hydra read conf/ meanwhile, for whatever is composed, shown or run."""
+    import hydra
+    from hydra.core.global_hydra import GlobalHydra
+
+    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
+
+
+def show(app: Any, parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Shows help, completions of a shell, or what Hydra knows about itself."""
+    if given.help:
+        app.app_help("config", parser, given)
+    elif given.hydra_help:
+        app.hydra_help("config", parser, given)
+    elif given.shell_completion:
+        app.shell_completion("config", given.overrides)
+    else:
+        app.show_info(given.info, "config", given.overrides)
+
+
+def run_request(app: Any, given: argparse.Namespace, request: Any) -> None:
+    """Runs what has been checked, or shows its settings. Raises InputError where Hydra cannot use
+    what the command line says of Hydra's own settings.
+    """
+    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
+    try:
+        if given.cfg:
+            app.show_cfg("config", request.overrides, given.cfg, given.package, given.resolve)
+        elif given.multirun:
+            app.multirun("config", run_config, request.overrides)
+        elif own:
+            app.run("config", run_config, request.overrides)
+        else:
+            run_composed(request.config)
+    except Exception as error:
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not own or run_config.__code__ in frames:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"{' '.join(own)}: Hydra cannot use it: {reason}") from None
+
+
+def parse_flags(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Returns Hydra's parser, and its reading of the arguments. Raises InputError for flags that
+    do not exist, contradict one another or are not allowed.
     """
     from hydra._internal.utils import get_args_parser
 
@@ -133,7 +174,7 @@ def parse_flags(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
             "--run, --multirun and --cfg exclude one another, and --resolve goes with --cfg; see"
             " --help"
         )
-    return given, [argument for argument in arguments if argument not in given.overrides]
+    return parser, given
 
 
 def _refuse_flag(message: str):
@@ -144,30 +185,12 @@ def _refuse_flag(message: str):
 
 
 def run_composed(config: Any) -> None:
-    """Runs a configuration that has been composed already, as Hydra would."""
+    """Runs a configuration that has been composed already, as Hydra would: once."""
     from hydra.core.hydra_config import HydraConfig
 
     config.hydra.runtime.output_dir = os.getcwd()
     HydraConfig.instance().set_config(config)
     run_config(config)
-
-
-def run_hydra(own: list[str]) -> None:
-    """Lets Hydra compose what `sys.argv` asks for and call `run_config`. Raises InputError where
-    it cannot use `own`, what the command line says of its own settings.
-    """
-    import hydra
-
-    if own:  # else it shows by itself where in its own code it failed
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
-        hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")(run_config)()
-    except Exception as error:
-        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not own or run_config.__code__ in frames:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise InputError(f"{' '.join(own)}: Hydra cannot use it: {reason}") from None
 
 
 def run_config(config: Any) -> None:

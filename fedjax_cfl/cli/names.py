@@ -18,8 +18,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli.conf import CONF, resolve_config
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
-from fedjax_cfl.validation import flatten_settings
+from fedjax_cfl.formatting import flatten_settings
 
+PACKAGE = "fedjax_cfl."
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 # readers of former versions, and what to do instead
 CONVERTED = (
@@ -54,18 +55,33 @@ def check_names(
     """Returns the overrides of a command line, and each of them once for each of its values. Raises
     InputError for a setting, option or verb that does not exist.
     """
-    given.overrides = split_layers(given.overrides)
+    given.overrides = expand_overrides(given.overrides)
     asked = [parse_override(text, verbs) for text in given.overrides]
     together = vectorized_names(asked)
     choices = [
         list_values(override, given.multirun or override.key_or_group in together)
         for override in asked
     ]
-    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
-        compose_named([options[0] for options in choices])  # for its errors
+    compose_named([options[0] for options in choices])  # for its errors
     for other in (text for options in choices for text in options[1:]):
         check_options([parse_override(other)])
     return asked, choices
+
+
+def expand_overrides(overrides: Iterable[str]) -> list[str]:
+    """Returns overrides as Hydra reads them: lists of layers one by one, see `split_layers`, and
+    settings of a function of the user's own, which `_target_` names, as additions to what the
+    option has that they change.
+    """
+    expanded = split_layers(overrides)
+    targets = (text.lstrip("+").partition("._target_=") for text in expanded)
+    own = {node for node, named, target in targets if named and not target.startswith(PACKAGE)}
+
+    def expand(text: str) -> str:
+        node, _, name = text.partition("=")[0].rpartition(".")
+        return f"++{text}" if node in own and name != "_target_" and text[0] not in "+~" else text
+
+    return [expand(text) for text in expanded]
 
 
 def split_layers(overrides: Iterable[str]) -> list[str]:
@@ -172,7 +188,7 @@ def compose_named(
     """Returns a configuration, its settings, resolved, as a dict, those of the chosen options by
     dotted name, and the names that are given. Raises InputError for names that do not exist.
     """
-    asked = [parse_override(text) for text in split_layers(overrides)]
+    asked = [parse_override(text) for text in expand_overrides(overrides)]
     options = check_options(asked)
     chosen = [each for each in asked if each in options or each.is_hydra_override()]
     try:

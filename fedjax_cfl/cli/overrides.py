@@ -7,11 +7,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hydra
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import compose_named, vectorized_names
 from fedjax_cfl.cli.settings import check_settings, collect_settings, complete_settings
 from fedjax_cfl.cli.sweep import Sweep, grid_axes, holds_sweep, list_points, run_folders
@@ -39,8 +37,7 @@ def precheck(given: argparse.Namespace, asked: list[Override], choices: list[lis
         elif override.key_or_group == "vectorize":
             overrides[number] = f"vectorize={_vectorized_values(asked, choices, together)}"
             choices[number] = [overrides[number]]
-    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
-        composed, config, axes = _check_choices(choices)
+    composed, config, axes = _check_choices(choices)
     if given.multirun:
         _suggest_room(asked, choices, config)
         apart = [

@@ -10,10 +10,12 @@ import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Literal
 
+from fedjax_cfl.cli.names import PACKAGE
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.scaling import Standardize
 from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.formatting import flatten_settings, format_value
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
@@ -27,13 +29,10 @@ from fedjax_cfl.validation import (
     Seed,
     Setting,
     Text,
-    flatten_settings,
-    format_value,
     read_setting,
     read_settings,
 )
 
-PACKAGE = "fedjax_cfl."
 Host = Annotated[str, Rule("auto or HOST:PORT", re.compile(r"auto|\S+:\d{1,5}").fullmatch)] | None
 Directory = Annotated[
     str | int, Rule("the name of a directory", lambda value: bool(str(value).strip()))
@@ -151,9 +150,12 @@ def complete_node(path: str, node: dict[str, Any], function: Callable) -> None:
         if name not in parameters and name not in OWN_WORDS:
             hint = suggest_options(name, read_settings(function))
             raise InputError(f"{path}.{name}={format_value(node[name])}: unknown setting{hint}")
-    for name in read_settings(function):
-        if name in parameters and parameters[name].default is not inspect.Parameter.empty:
-            node.setdefault(name, parameters[name].default)
+    for name, parameter in parameters.items():
+        if parameter.default is not parameter.empty:
+            if name in read_settings(function):
+                node.setdefault(name, parameter.default)
+        elif parameter.kind is parameter.KEYWORD_ONLY and name not in node:
+            raise InputError(f"{path}.{name}: must be given, as {path}.{name}=VALUE")
 
 
 # checks

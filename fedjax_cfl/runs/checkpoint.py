@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError, RunError
+from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
-from fedjax_cfl.validation import flatten_settings
 
 # 1: no SHA-256 of the rows, other fields of the state; 2: no SHA-256 of the groups; 3: clients
 # shuffled their samples in another way

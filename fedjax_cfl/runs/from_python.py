@@ -20,12 +20,12 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import format_value
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings, digest_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Key
-from fedjax_cfl.validation import format_value
 
 NAMED = ("algorithm", "dataset", "partition", "model")  # parts that a caller may name
 ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(50, 5, 2)  # as in conf/config.yaml

@@ -9,6 +9,7 @@ import numpy as np
 
 from fedjax_cfl import distributed
 from fedjax_cfl.errors import FinishedRun, InputError, warn
+from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.assignments import PART, verified_assignments
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
 from fedjax_cfl.runs.record import CHECKPOINTS
@@ -21,7 +22,6 @@ from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData
-from fedjax_cfl.validation import flatten_settings
 
 # Settings that may differ between the processes of one run: only process 0 reads them, or they
 # say where a process is.

@@ -9,12 +9,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.assignments import sample_clients
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import FederatedData
-from fedjax_cfl.validation import PositiveFloat, PositiveInt, flatten_settings
+from fedjax_cfl.validation import PositiveFloat, PositiveInt
 
 # Settings, in addition to those of `is_execution`, that a continuation of a run may change:
 # they do not change what has been computed already.

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.results import to_plain
-from fedjax_cfl.validation import flatten_settings
 
 
 class Tracker(NamedTuple):
