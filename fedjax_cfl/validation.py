@@ -7,6 +7,7 @@ pydantic checks values by it, strictly: True is not 1, and "3" is not 3. The com
 every `_target_` of a configuration by the same annotations, before anything is loaded.
 """
 
+import dataclasses
 import functools
 import inspect
 import math
@@ -121,12 +122,18 @@ LISTS: Any = (tuple, list, Sequence)
 # reading annotations
 
 
-class Setting(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Setting:
     """What one parameter may be."""
 
     kind: Any  # the plain values of its annotation, as pydantic checks them
     takes_objects: bool = False  # other objects are allowed as well: arrays, functions
     takes_arrays: bool = False  # arrays of JAX are: a program can take them as inputs
+
+    @functools.cached_property
+    def adapter(self) -> TypeAdapter:
+        """Returns what checks plain values, made when the first one is checked."""
+        return TypeAdapter(self.kind)
 
     def check(self, name: str, value: Any) -> Any:
         """Returns a value as its annotation has it: a tuple for a list, a float for a whole number.
@@ -137,18 +144,13 @@ class Setting(NamedTuple):
         if hasattr(value, "dtype") or (self.takes_objects and not _is_plain(value)):
             return value
         try:
-            return _adapter(self.kind).validate_python(value)
+            return self.adapter.validate_python(value)
         except ValidationError as error:
             allowed = describe(self.kind)
             near = suggest_nearest(value, map(str, options_of(self.kind)))
             raise InputError(
                 f"{name}={format_value(value)}: must be {allowed}{near}{_explain(error)}"
             ) from None
-
-
-@functools.cache
-def _adapter(kind: Any) -> TypeAdapter:
-    return TypeAdapter(kind)
 
 
 def _is_numpy_scalar(value: Any) -> bool:
@@ -187,7 +189,7 @@ def read_plain(hint: Any) -> Any:
     """Returns one member of an annotation as pydantic checks plain values by it, ... if it is
     about other objects.
     """
-    if hint in SCALARS:
+    if isinstance(hint, type) and hint in SCALARS:
         return SCALARS[hint]
     origin: Any = typing.get_origin(hint)
     parts = typing.get_args(hint)
@@ -219,7 +221,7 @@ def read_setting(hint: Any) -> Setting | None:
         return None
     objects = [member for member in list_members(hint) if read_plain(member) is ...]
     # by its module: --help needs the settings, but not JAX
-    arrays = any(part.__module__.partition(".")[0] == "jax" for part in objects)
+    arrays = any(str(getattr(part, "__module__", "")).startswith("jax") for part in objects)
     return Setting(kind, bool(objects), arrays)
 
 
