@@ -75,11 +75,11 @@ def expand_overrides(overrides: Iterable[str]) -> list[str]:
     """
     expanded = split_layers(overrides)
     targets = (text.lstrip("+").partition("._target_=") for text in expanded)
-    own = {node for node, named, target in targets if named and not target.startswith(PACKAGE)}
+    nodes = {node for node, named, target in targets if named and not target.startswith(PACKAGE)}
 
     def expand(text: str) -> str:
         node, _, name = text.partition("=")[0].rpartition(".")
-        return f"++{text}" if node in own and name != "_target_" and text[0] not in "+~" else text
+        return f"++{text}" if node in nodes and name != "_target_" and text[0] not in "+~" else text
 
     return [expand(text) for text in expanded]
 

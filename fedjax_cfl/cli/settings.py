@@ -90,12 +90,12 @@ def collect_settings(config: dict) -> dict[str, Setting]:
         ("model.", as_task),
         ("checkpoint.", CheckpointSettings),
     ]
-    own = {name: read_setting(hint) for name, hint in OWN.items()}
+    of_run = {name: read_setting(hint) for name, hint in OWN.items()}
     return {
         f"{prefix}{name}": setting
         for prefix, owner in owners
         for name, setting in read_settings(owner).items()
-    } | {name: setting for name, setting in own.items() if setting}
+    } | {name: setting for name, setting in of_run.items() if setting}
 
 
 # functions that settings name
