@@ -18,7 +18,8 @@ from counting import Watch, count_round, count_work, watch_bills, watch_programs
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.clustering import measure as measures
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, device_profiles
 from fedjax_cfl.system.reports import count_to_int

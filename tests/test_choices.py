@@ -12,8 +12,8 @@ from conftest import nightly
 from omegaconf import OmegaConf
 from test_contract import ALGORITHMS, build
 
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import GRID_SETTINGS
-from fedjax_cfl.cli.overrides import CONF
 from fedjax_cfl.cli.settings import resolve_target
 from fedjax_cfl.validation import options_of, read_settings
 

@@ -11,7 +11,8 @@ from conftest import one_line
 from papers import cells, report
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.data import concept, graded
 from fedjax_cfl.data.partition import class_groups
 

@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.data import stream
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.check import Trial, find_broken_rules, in_any_order, try_rounds

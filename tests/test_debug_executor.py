@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from fedjax_cfl.cli import build as parts
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 SETTINGS = {

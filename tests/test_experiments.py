@@ -7,7 +7,8 @@ from conftest import others_nightly
 from papers import cells
 from scipy.stats import wasserstein_distance
 
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.clustering.migrate import counts_as_samples
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))

@@ -13,7 +13,8 @@ from papers.figures import choose_across
 from papers.report import collect_records
 
 from fedjax_cfl.analysis.sets import compare_to_baseline, time_to_keep
-from fedjax_cfl.cli.overrides import CONF, check_overrides
+from fedjax_cfl.cli.conf import CONF
+from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (

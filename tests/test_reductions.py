@@ -20,7 +20,7 @@ from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.algorithms.qfedavg import qfedavg
-from fedjax_cfl.cli.overrides import CONF
+from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import count_to_int

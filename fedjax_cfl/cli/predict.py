@@ -338,6 +338,6 @@ def list_rows(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
         if values is not None and values.ndim == 1:
             columns = {name: values.tolist(), **columns}
         elif values is not None:
-            classes = arrays.get("classes", np.arange(values.shape[1])).tolist()
+            classes = arrays["classes"] if "classes" in arrays else range(values.shape[1])
             columns |= dict(zip((f"{name} {c}" for c in classes), values.T.tolist(), strict=True))
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]

@@ -4,7 +4,7 @@ A view is rebuilt from `owner` alone, by one sort: that is all that a distributi
 or a resumed run has to do.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -105,9 +105,7 @@ def federate(
     """
     pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
     owner = holdings.owner
-    check_writable("client", holdings.client_names)
-    check_writable("class", pool.class_names)
-    check_writable("column", pool.columns)
+    check_names(pool, holdings)
     clients = int(owner.max()) + 1 if clients is None else clients
     if owner.min() < 0 or owner.max() >= clients:
         raise InputError(
@@ -234,14 +232,16 @@ def describe_source(pool: Pool) -> dict[str, Any]:
     }
 
 
-def check_writable(what: str, names: Iterable[object] | None) -> None:
+def check_names(pool: Pool, holdings: Partition) -> None:
     """Raises InputError for a name that no file of a run can hold: before the training."""
-    for name in map(str, names or ()):
-        if not name.isascii() and any("\ud800" <= sign <= "\udfff" for sign in name):
-            raise InputError(
-                f"{what} {name!a}: half a character (a lone surrogate) is in its name,"
-                " which cannot be written; give it a name of whole characters"
-            )
+    lists = {"client": holdings.client_names, "class": pool.class_names, "column": pool.columns}
+    for what, names in lists.items():
+        for name in map(str, names or ()):
+            if not name.isascii() and any("\ud800" <= sign <= "\udfff" for sign in name):
+                raise InputError(
+                    f"{what} {name!a}: half a character (a lone surrogate) is in its name,"
+                    " which cannot be written; give it a name of whole characters"
+                )
 
 
 def federate_on_host(

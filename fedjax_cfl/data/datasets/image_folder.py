@@ -57,7 +57,9 @@ def image_folder(
     root = Path(os.path.expanduser(path))
     tables = find_tables(root, train, test) if layout in (None, "metadata") else []
     if tables:
-        images, pool = read_metadata(root, tables, y or "label", client)
+        images, pool = read_metadata(
+            root, tables, str(y or "label"), None if client is None else str(client)
+        )
     elif layout == "metadata" or y or client:
         raise InputError(
             f"{root}: y={y}, client={client}, layout={layout}, expected {' or '.join(TABLES)} in"
