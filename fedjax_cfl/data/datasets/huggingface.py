@@ -69,17 +69,17 @@ def huggingface(
     parts = load_parts(hf, path, config)
     chosen = choose_splits(path, parts, splits)
     with report_damage(path, "splits with the same columns", "data set"):
-        held = hf.concatenate_datasets([parts[name] for name in chosen])
+        rows = hf.concatenate_datasets([parts[name] for name in chosen])
     if len(chosen) > 1:
         if split is not None:
             raise InputError(f"{path}: has splits of its own, and split={split}, expected null")
         split, last = TESTS, len(parts[chosen[-1]])
-        held = held.add_column(TESTS, [0] * (len(held) - last) + [1] * last)
+        rows = rows.add_column(TESTS, [0] * (len(rows) - last) + [1] * last)
     named = {"x": x, "y": y, "client": client, "time": time, "split": split}
-    columns = Columns(**choose_columns(hf, path, held, named))
+    columns = Columns(**choose_columns(hf, path, rows, named))
     with report_damage(path, "columns that are there", "data set"):
-        table = to_table(take_columns(hf, held, columns), str(path))
-    label = held.features[columns.y]
+        table = to_table(take_columns(hf, rows, columns), str(path))
+    label = rows.features[columns.y]
     names = label.names if isinstance(label, hf.ClassLabel) and num_classes != 0 else None
     if names and (table.frame[columns.y].to_numpy() < 0).any():
         raise InputError(
@@ -88,7 +88,7 @@ def huggingface(
         )
     reading = Reading(num_classes=len(names) if names else num_classes, size=size, mode=mode)
     pool = make_pool(table, columns, reading)
-    images = isinstance(held.features.get(str(columns.x)), hf.Image)
+    images = isinstance(rows.features.get(str(columns.x)), hf.Image)
     if images and pool.x.shape[-1] == 1:
         pool = pool._replace(x=pool.x[..., 0])
     return pool._replace(class_names=tuple(names)) if names else pool
@@ -136,9 +136,10 @@ def choose_splits(
     if splits is None and (len(parts) == 1 or set(parts) == {"train", "test"}):
         chosen = list(parts) if len(parts) == 1 else ["train", "test"]
     if not chosen or len(set(chosen)) != len(chosen) or not set(chosen) <= set(parts):
-        given = "" if splits is None else f", and dataset.source.splits={list(splits)}"
+        there = list_names([name for name in parts if name is not None]) or "none"
+        setting = "" if splits is None else f", and dataset.source.splits={list(splits)}"
         raise InputError(
-            f"{path}: splits are {list_names(list(filter(None, parts))) or 'none'}{given}, expected"
+            f"{path}: splits are {there}{setting}, expected"
             " dataset.source.splits=[...] of one or more of them, each once; of several the last"
             " one is for testing"
         )
@@ -157,11 +158,11 @@ def load_part(hf: Any, path: str, config: str | None) -> dict[str | None, Any]:
     return dict(found) if isinstance(found, dict) else {None: found}
 
 
-def choose_columns(hf: Any, path: str | Path, held: Any, named: dict[str, Any]) -> dict[str, Any]:
+def choose_columns(hf: Any, path: str | Path, rows: Any, named: dict[str, Any]) -> dict[str, Any]:
     """Returns which column is what: those that are `named`, else as `huggingface` says. Raises
     InputError where none or several fit.
     """
-    features, chosen = held.features, dict(named)
+    features, chosen = rows.features, dict(named)
     arrays = hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D
     length = "lists of a fixed length"
     kinds = {
@@ -195,7 +196,7 @@ def choose_columns(hf: Any, path: str | Path, held: Any, named: dict[str, Any]) 
     return chosen
 
 
-def take_columns(hf: Any, held: Any, columns: Any) -> Any:
+def take_columns(hf: Any, rows: Any, columns: Any) -> Any:
     """Returns columns as a table of Arrow: images as bytes of files, arrays as lists, and clients
     and splits that are class labels as their words.
     """
@@ -203,10 +204,10 @@ def take_columns(hf: Any, held: Any, columns: Any) -> Any:
 
     x = [columns.x] if isinstance(columns.x, str) else columns.x
     wanted = list(dict.fromkeys([*x, *(name for name in columns._replace(x=None) if name)]))
-    table = hf.table.embed_table_storage(held.select_columns(wanted).with_format("arrow")[:])
+    table = hf.table.embed_table_storage(rows.select_columns(wanted).with_format("arrow")[:])
     words = {columns.client, columns.split} - {columns.y}
     for place, name in enumerate(table.column_names):
-        feature, column = held.features[name], table[name]
+        feature, column = rows.features[name], table[name]
         if isinstance(feature, hf.ClassLabel) and name in words:
             column = pa.array([feature.int2str(number) for number in column.to_pylist()])
         if isinstance(column.type, pa.ExtensionType):

@@ -117,7 +117,7 @@ def list_images(root: Path) -> list[tuple[str, ...]]:
     if not os.path.isdir(root):
         check_file(root, None)  # it may be packed, or nothing at all
         raise InputError(f"{root}: is a file, expected a folder of images")
-    found: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
+    files: dict[bool, list[tuple[str, ...]]] = {True: [], False: []}
 
     def refuse(error: OSError) -> None:
         raise error
@@ -133,18 +133,18 @@ def list_images(root: Path) -> list[tuple[str, ...]]:
             for part in (folders, names):
                 part[:] = [name for name in part if name[0] != "." and name not in SKIPPED]
             for name in names:
-                found[name.lower().endswith(SUFFIXES)].append((*inside, name))
-    others = list_names(["/".join(other) for other in sorted(found[False])])
-    if not found[True]:
+                files[name.lower().endswith(SUFFIXES)].append((*inside, name))
+    others = list_names(["/".join(other) for other in sorted(files[False])])
+    if not files[True]:
         raise InputError(
             f"{root}: folder holds no images, expected files of {', '.join(SUFFIXES)} in a folder"
             f" for each class; found {others or 'none'}"
         )
     if others:
         warn_of_file(
-            f"{root}: files that are no images are left out ({len(found[False])}): {others}"
+            f"{root}: files that are no images are left out ({len(files[False])}): {others}"
         )
-    return sorted(found[True])
+    return sorted(files[True])
 
 
 def find_tables(root: Path, train: str, test: str | None) -> list[Path]:

@@ -44,9 +44,9 @@ KINDS = {
 }
 
 
-def check_file(path: PathLike, own: bytes | None = None) -> None:
+def check_file(path: PathLike, magic: bytes | None = None) -> None:
     """Raises InputError for what is no regular file, and says what to do with a file of another
-    kind; `own` is how files of the caller's kind begin.
+    kind; `magic` is how files of the caller's kind begin.
     """
     name = os.path.basename(path)
     try:
@@ -60,7 +60,7 @@ def check_file(path: PathLike, own: bytes | None = None) -> None:
         raise InputError(
             f"{named}: file cannot be read ({line_of(error)}), expected a readable file"
         ) from error
-    said = next((KINDS[kind] for kind in KINDS if kind != own and start.startswith(kind)), "")
+    said = next((KINDS[kind] for kind in KINDS if kind != magic and start.startswith(kind)), "")
     if name.lower().endswith(PICKLES):
         said = PICKLE
     elif name.lower().endswith((".tar", ".tar.gz", ".tgz")):
