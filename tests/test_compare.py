@@ -521,6 +521,7 @@ def test_runs_from_python_that_differ_in_their_parts_are_not_pooled(tmp_path):
         run = run_with(tmp_path / str(number), [], algorithm="ifca", seed=seed)
         (run / ".hydra").mkdir()
         parts = {"made_of.algorithm.round.lr": lr, "made_of.algorithm.round.m": 2}
+        parts["made_of.algorithm.round.2"] = lr  # of a list: the same again
         parts["made_of.algorithm.truth"] = f"int32[14] {seed:016x}"
         settings = {"model": {"module": {}}, "seed": seed, "made_of": parts}
         (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))

@@ -102,20 +102,20 @@ def compare_runs(
 
 def print_notes(runs: pd.DataFrame, baseline: str | None) -> None:
     """Prints what makes numbers of sets of runs less than they seem."""
-    for label, own in split_sets(runs):
-        if own["seed"].astype(str).duplicated().any():
+    for label, members in split_sets(runs):
+        if members["seed"].astype(str).duplicated().any():
             print(
                 f"note: {label} holds the same seed more than once (seeds"
-                f" {' '.join(map(str, own['seed']))}), so its sd is too small"
+                f" {' '.join(map(str, members['seed']))}), so its sd is too small"
             )
-        if chosen := own["chosen_round"].count():
+        if chosen := members["chosen_round"].count():
             print(
-                f"note: {chosen} of {len(own)} runs of {label} report the round that"
+                f"note: {chosen} of {len(members)} runs of {label} report the round that"
                 " was best on validation samples; it is also what best and final are"
             )
-        if baseline is not None and (alone := (~own["paired"]).sum()):
+        if baseline is not None and (alone := (~members["paired"]).sum()):
             print(
-                f"note: {alone} of {len(own)} runs of {label} have no gain: no run of"
+                f"note: {alone} of {len(members)} runs of {label} have no gain: no run of"
                 f" {baseline} has the same seed and the same data"
             )
 
@@ -129,15 +129,15 @@ def format_sets(runs: pd.DataFrame, target: float | None = None) -> list[list[st
         names["rounds_to_target"] = f"rounds to {said}"
     shown = list_shown(runs)
     lines = [["runs of", "n", *(names[name] for name in shown)]]
-    for label, own in split_sets(runs):
-        cells = [label, str(len(own))]
+    for label, members in split_sets(runs):
+        cells = [label, str(len(members))]
         for name in shown:
-            mean, sd, count = average(own, name)
+            mean, sd, count = average(members, name)
             # a number of tests has an sd only if it varies
             varies = bool(sd) or "evaluations" not in name
             text = format_mean((mean, sd, count if varies else 1), *MEASURES[name][1:])
             # a mean over fewer runs than the row's would flatter the method
-            some = f" ({count}/{len(own)})" if count < len(own) else ""
+            some = f" ({count}/{len(members)})" if count < len(members) else ""
             cells.append(text + some if count else "-")
         lines.append(cells)
     return lines

@@ -48,11 +48,11 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
     """
     check_measure(runs, measure)
     asked = {*rows.split("+"), *columns.split("+")}
-    sets = [(label, own, _read_settings(own, asked)) for label, own in split_sets(runs)]
+    sets = [(label, members, _read_settings(members, asked)) for label, members in split_sets(runs)]
     for axis, names in (("rows", rows), ("columns", columns)):
         check_names([settings for *_, settings in sets], names, axis)
     placed: dict[tuple[str, str], pd.DataFrame] = {}
-    for label, own, settings in sets:
+    for label, members, settings in sets:
         place = (_name_place(settings, rows), _name_place(settings, columns))
         if place in placed:
             raise InputError(
@@ -60,17 +60,17 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
                 f" {place[1]}, {placed[place]['label'].iloc[0]} and {label}; add what tells them"
                 " apart to the rows or columns, as algorithm+algorithm.m, or compare fewer runs"
             )
-        placed[place] = own
+        placed[place] = members
     cells = []
     for column in dict.fromkeys(place[1] for place in placed):
-        inside = {row: own for (row, other), own in placed.items() if other == column}
-        shown = {row: _measure_of(own, measure) for row, own in inside.items()}
+        inside = {row: members for (row, other), members in placed.items() if other == column}
+        shown = {row: _measure_of(members, measure) for row, members in inside.items()}
         alike = len({*shown.values()}) == 1
         ranks = rank_cells(inside, next(iter(shown.values()))) if alike else {}
-        for row, own in inside.items():
-            mean, sd, values = average(own, shown[row])
+        for row, members in inside.items():
+            mean, sd, values = average(members, shown[row])
             cell = {"row": row, "column": column, "measure": shown[row], "mean": mean, "sd": sd}
-            cell |= {"values": values, "runs": len(own), "rank": ranks.get(row, PLAIN)}
+            cell |= {"values": values, "runs": len(members), "rank": ranks.get(row, PLAIN)}
             cells.append(cell)
     return pd.DataFrame(cells)
 
@@ -85,16 +85,16 @@ def check_measure(runs: pd.DataFrame, measure: str) -> None:
         raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
 
 
-def _measure_of(own: pd.DataFrame, measure: str) -> str:
+def _measure_of(members: pd.DataFrame, measure: str) -> str:
     """Returns the name of the `measure` that a set of runs shows."""
-    return f"{measure}_{score_of_set(own).name}" if measure in OF_TASK else measure
+    return f"{measure}_{score_of_set(members).name}" if measure in OF_TASK else measure
 
 
-def _read_settings(own: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
+def _read_settings(members: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
     """Returns the settings of a set of runs by name, all that it has of those `asked` for among
     them.
     """
-    run = own.iloc[0]
+    run = members.iloc[0]
     named = {name: value if pd.notna(value := run.get(name)) else None for name in NAMED}
     return named if asked <= {*named} else {**list_settings(run["run_dir"]), **named}
 
@@ -102,7 +102,7 @@ def _read_settings(own: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
 def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
     """Raises InputError for one of the settings `names` that no run has."""
     for name in names.split("+"):
-        if not any(name in own for own in settings):
+        if not any(name in of_set for of_set in settings):
             raise InputError(
                 f"--pivot: no setting {name}, of the {axis}, in any run; {', '.join(NAMED)},"
                 " or one of .hydra/config.yaml, as algorithm.m"
@@ -122,7 +122,7 @@ def _name_place(settings: dict[str, Any], names: str) -> str:
 def rank_cells(inside: dict[str, pd.DataFrame], measure: str) -> dict[str, str]:
     """Returns the rank of each set of runs of one column, by row."""
     sign = -1 if measure in COSTS or measure.endswith(("rmse", "mae")) else 1
-    means = {row: sign * own[measure].mean() for row, own in inside.items()}
+    means = {row: sign * members[measure].mean() for row, members in inside.items()}
     known = {row: mean for row, mean in means.items() if mean == mean}
     if len(known) < 2:
         return dict.fromkeys(inside, PLAIN)
@@ -167,9 +167,9 @@ def lay_out(
 
     def name(line: str, axis: str) -> str:
         """Says what a line shows where others show something else."""
-        own = pivot.loc[pivot[axis] == line, "measure"].unique()
-        one = len(own) == 1 and pivot["measure"].nunique() > 1
-        return escape(f"{line}, {MEASURES[own[0]][0]}" if one else line)
+        shown = pivot.loc[pivot[axis] == line, "measure"].unique()
+        one = len(shown) == 1 and pivot["measure"].nunique() > 1
+        return escape(f"{line}, {MEASURES[shown[0]][0]}" if one else line)
 
     head = ["", *(name(column, "column") for column in grid)]
     return [head, *([name(line.Index, "row"), *line[1:]] for line in grid.itertuples())]

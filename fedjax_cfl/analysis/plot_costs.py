@@ -171,11 +171,11 @@ def _fill_panels(
     part = "method" if len(data) > 1 else "label"  # each has a panel: without the data
     labels = list(runs[part].unique())
     styles, lines = dict(zip(labels, line_styles(len(labels)), strict=True)), {}
-    for (name, own), row in zip(data.items(), panels, strict=True):
-        score = score_of_set(own)
+    for (name, same), row in zip(data.items(), panels, strict=True):
+        score = score_of_set(same)
         words = score.words[0].upper() + score.words[1:]
         for cost, axes in zip(costs, row, strict=True):
-            for _, members in split_sets(own):
+            for _, members in split_sets(same):
                 if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
                     continue  # it was not counted
                 label = members[part].iloc[0]

@@ -111,10 +111,10 @@ def check_cell(line: dict[str, str]) -> dict[str, Any]:
     """
     texts = line.get("scores", "").split()
     scores = [math.nan if text == "nan" else read_number("scores", text) for text in texts]
-    given = line.get("seeds") or str(len(scores) or ("" if "seeds" in line else 1))
-    if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"seeds {given!r}: must be a whole number >= 1")
-    seeds = int(given)
+    count = line.get("seeds") or str(len(scores) or ("" if "seeds" in line else 1))
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"seeds {count!r}: must be a whole number >= 1")
+    seeds = int(count)
     if len(scores) not in (0, seeds):
         raise ValueError(f"scores {line['scores']}: as many as seeds, {seeds}, or none")
     found = {
@@ -372,22 +372,25 @@ def main(argv: list[str]) -> int:
         metavar="METHOD",
         help="of differences.csv: differences from these, beside those from the best",
     )
-    given = parse_arguments(parser, argv)
+    options = parse_arguments(parser, argv)
     found: dict[tuple[str, str], dict[str, Any]] = {}
-    for path in given.cells:
+    for path in options.cells:
         for cell in read_cells(path):
             found.setdefault((cell["setting"], cell["method"]), cell)
     cells = list(found.values())
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
-    for flag, name in (("--baseline", given.baseline), *(("--against", n) for n in given.against)):
+    for flag, name in (
+        ("--baseline", options.baseline),
+        *(("--against", n) for n in options.against),
+    ):
         if name is not None and name not in methods:
             raise InputError(f"{flag} {name}: no such method; {', '.join(methods)}")
-    check_writable(given.out, f"--out={given.out}")
-    given.out.mkdir(parents=True, exist_ok=True)
-    names = ", ".join(path.name for path in given.cells)
-    if write_ranks(cells, given.out, names, given.baseline) is None:
+    check_writable(options.out, f"--out={options.out}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = ", ".join(path.name for path in options.cells)
+    if write_ranks(cells, options.out, names, options.baseline) is None:
         raise InputError(f"{names}: no two methods that have the same settings")
-    write_columns(given.out / "differences.csv", list_differences(cells, given.against))
-    print((given.out / "ranks.md").read_text(encoding="utf-8"))
-    print(f"wrote ranks.csv, ranks.md and differences.csv in {given.out}")
+    write_columns(options.out / "differences.csv", list_differences(cells, options.against))
+    print((options.out / "ranks.md").read_text(encoding="utf-8"))
+    print(f"wrote ranks.csv, ranks.md and differences.csv in {options.out}")
     return 0

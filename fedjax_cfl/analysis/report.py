@@ -28,7 +28,7 @@ from fedjax_cfl.analysis.plot_costs import COSTS, add_costs, draw_costs
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.runs import DATA, list_settings
-from fedjax_cfl.analysis.sets import keep_known, read_sets, score_of_set, split_sets
+from fedjax_cfl.analysis.sets import keep_known, read_sets, split_sets
 from fedjax_cfl.analysis.statistics import LEVEL, PAIRED, bootstrap_mean, list_differences
 from fedjax_cfl.analysis.tables import MEASURES, format_number, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
@@ -38,7 +38,7 @@ from fedjax_cfl.runs.display import follow, title
 from fedjax_cfl.runs.results import to_plain, write_text
 from fedjax_cfl.runs.run_dir import check_writable
 from fedjax_cfl.runs.tables import Tables, read_tables
-from fedjax_cfl.scores import SCORES
+from fedjax_cfl.scores import SCORES, score_of
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
@@ -289,8 +289,8 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         allowed=f"sha256-{allowed}",
         level=f"{100 * LEVEL:.0f} %",
         headings=[(MEASURED | COST_WORDS)[name][0] for name in names],
-        scored=[s for s in SCORES if s in [score_of_set(own) for _, own in split_sets(runs)]],
-        groups=[_line(own, names) for _, own in split_sets(runs)],
+        scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
+        groups=[_line(members, names) for _, members in split_sets(runs)],
         chosen=bool(runs["chosen_round"].notna().any()),
         paired=[MEASURED[name][0] for name in keep_known(PAIRED, runs)],
         shared=name_shared(runs),
@@ -308,28 +308,28 @@ def name_shared(runs: pd.DataFrame) -> dict[str, str]:
     return {name: hide_path(*found) for name, found in values.items() if len(found) == 1}
 
 
-def _line(own: pd.DataFrame, names: list[str]) -> dict[str, Any]:
+def _line(members: pd.DataFrame, names: list[str]) -> dict[str, Any]:
     """Returns a set of runs as one line of the table."""
     cells = []
     for name in names:
-        mean, low, high, count = bootstrap_mean(own[name])
+        mean, low, high, count = bootstrap_mean(members[name])
         estimate = {"mean": mean, "low": low, "high": high, "seeds": count}
         cells.append(format_estimate(estimate, *(MEASURED | COST_WORDS)[name][1:]))
-    seeds = " ".join(map(str, own["seed"]))
-    label = hide_path(own["label"].iloc[0])
-    return {"label": label, "seeds": seeds, "runs": len(own), "cells": cells}
+    seeds = " ".join(map(str, members["seed"]))
+    label = hide_path(members["label"].iloc[0])
+    return {"label": label, "seeds": seeds, "runs": len(members), "cells": cells}
 
 
 def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a line per pair of sets of runs."""
     lines, nothing = [], {"seeds": 0}
-    for (one, other), own in list_differences(runs).groupby(["set", "minus"], sort=False):
-        rows: dict[Any, dict] = {row["measure"]: row for row in own.to_dict("records")}
+    for (one, other), members in list_differences(runs).groupby(["set", "minus"], sort=False):
+        rows: dict[Any, dict] = {row["measure"]: row for row in members.to_dict("records")}
         cells = [
             format_estimate(rows.get(name, nothing), *MEASURED[name][1:], sign="+")
             for name in keep_known(PAIRED, runs)
         ]
-        seeds = own["seeds"].max()
+        seeds = members["seeds"].max()
         lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
     return lines
 

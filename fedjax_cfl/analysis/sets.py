@@ -68,14 +68,14 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
         for seed, data in zip(runs["seed"], runs["data_id"], strict=True)
     ]
     varying = [n for n in IDENTITY if n == IDENTITY[0] or runs[n].nunique() > 1]
-    short = shorten_names({name for given in runs["overrides"] for name in given})
+    short = shorten_names({name for each in runs["overrides"] for name in each})
     labels: dict[int, dict[str, str]] = {}
     for _, same in runs.groupby([*IDENTITY]):
         swept = list_swept(same["overrides"])
         for place, run in zip(same.index, same.to_dict("records"), strict=True):
-            given = {name: run["overrides"][name] for name in swept if name in run["overrides"]}
-            extra = escape_text(" ".join(f"{name}={value}" for name, value in given.items()))
-            said = [f"{short[name]}={shorten_value(value)}" for name, value in given.items()]
+            varied = {name: run["overrides"][name] for name in swept if name in run["overrides"]}
+            extra = escape_text(" ".join(f"{name}={value}" for name, value in varied.items()))
+            said = [f"{short[name]}={shorten_value(value)}" for name, value in varied.items()]
             label = " ".join([*(run[name] for name in varying), *said])
             method = " ".join([*(run[name] for name in varying if name not in DATA), *said])
             labels[place] = {"overrides": extra, "label": label, "method": method}
@@ -90,16 +90,21 @@ def _name(value: Any) -> str:
 
 def list_swept(overrides: Iterable[dict[str, str]]) -> list[str]:
     """Returns the settings that are not the same for all of these runs. What parts are made of
-    counts between runs that say it: those from Python.
+    counts between runs that say it, those from Python; of parts that vary together the first is
+    enough.
     """
     overrides = list(overrides)
-    own = [given for given in overrides if any(name.startswith(MADE_OF) for name in given)]
-
-    def varies(name: str) -> bool:
-        among = own if name.startswith(MADE_OF) else overrides
-        return len({given.get(name) for given in among}) > 1
-
-    return sorted(filter(varies, {name for given in overrides for name in given}))
+    python = [each for each in overrides if any(name.startswith(MADE_OF) for name in each)]
+    swept, seen = [], set()
+    names = {name for each in overrides for name in each}
+    # a place in a list says less than a name
+    for name in sorted(names, key=lambda name: (name.rpartition(".")[2].isdecimal(), name)):
+        part = name.startswith(MADE_OF)
+        values = tuple(each.get(name) for each in (python if part else overrides))
+        if len({*values}) > 1 and not (part and values in seen):
+            swept.append(name)
+            seen.add(values)
+    return swept
 
 
 def shorten_value(value: str) -> str:
@@ -119,7 +124,7 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
 
 def split_sets(runs: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     """Returns (label, its runs) of each set, in order."""
-    return [(str(label), own) for label, own in runs.groupby("label", sort=False)]
+    return [(str(label), members) for label, members in runs.groupby("label", sort=False)]
 
 
 def split_data(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
@@ -132,7 +137,7 @@ def split_data(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     if not texts:
         return {"": runs}
     groups = runs.groupby(texts, sort=False)
-    return {", ".join(map(str, name)): own for name, own in groups}
+    return {", ".join(map(str, name)): members for name, members in groups}
 
 
 def score_of_set(runs: pd.DataFrame) -> Score:
@@ -146,11 +151,11 @@ def keep_known(names: Iterable[str], runs: pd.DataFrame) -> list[str]:
     return [name for name in names if find_owner(name) in (None, *known)]
 
 
-def average(own: pd.DataFrame, measure: str) -> tuple[float, float, int]:
+def average(members: pd.DataFrame, measure: str) -> tuple[float, float, int]:
     """Returns of a set of runs the mean of those that have the measure, the sample sd, NaN for one
     run, and how many have it.
     """
-    values = own[measure].dropna()
+    values = members[measure].dropna()
     return float(values.mean()), float(values.std(ddof=1)), len(values)
 
 
@@ -159,12 +164,12 @@ def list_measures(runs: pd.DataFrame) -> pd.DataFrame:
     the mean, sd and number of values.
     """
     rows, measures = [], keep_known(MEASURES, runs)
-    for label, own in split_sets(runs):
-        first = own.iloc[0]
+    for label, members in split_sets(runs):
+        first = members.iloc[0]
         row = {"label": label, **{name: first[name] for name in (*IDENTITY, "overrides")}}
-        row |= {"runs": len(own), "seeds": " ".join(map(str, own["seed"]))}
+        row |= {"runs": len(members), "seeds": " ".join(map(str, members["seed"]))}
         for name in measures:
-            parts = zip(("mean", "sd", "n"), average(own, name), strict=True)
+            parts = zip(("mean", "sd", "n"), average(members, name), strict=True)
             row |= {f"{name}_{part}": value for part, value in parts}
         rows.append(row)
     return pd.DataFrame(rows)
@@ -197,13 +202,13 @@ def compare_to_baseline(rows: Rows, baseline: Rows) -> dict[str, float | None]:
     gain = score.gain
     if rows is baseline:
         return {gain: 0.0, "speedup": 1.0}
-    own, target = tail_macro_score(rows), tail_macro_score(baseline)
-    if own is None or target is None or score_of(baseline) is not score:
+    score_here, target = tail_macro_score(rows), tail_macro_score(baseline)
+    if score_here is None or target is None or score_of(baseline) is not score:
         return {gain: None, "speedup": None}
     ours, theirs = time_to_keep(rows, target), time_to_keep(baseline, target)
     # the baseline's last tests may be below their own mean: then its time is the whole run
     theirs = theirs or baseline[-1].get("sim_time_s") or baseline[-1]["round"]
-    better = own - target if score.higher else target - own
+    better = score_here - target if score.higher else target - score_here
     return {gain: better, "speedup": theirs / ours if ours else None}
 
 

@@ -120,14 +120,14 @@ def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
     them, the better first, or each with the best where there are many on the same data.
     """
 
-    def rank(own: pd.DataFrame) -> float:
-        score = score_of_set(own)
-        final = own[f"final_{score.name}"].mean()
+    def rank(members: pd.DataFrame) -> float:
+        score = score_of_set(members)
+        final = members[f"final_{score.name}"].mean()
         return math.inf if math.isnan(final) else (-final if score.higher else final)
 
     pairs = []
     for same in split_data(runs).values():
-        ranked = sorted((own for _, own in split_sets(same)), key=rank)
+        ranked = sorted((members for _, members in split_sets(same)), key=rank)
         few = len(ranked) <= MAX_PAIRED_SETS
         pairs += itertools.combinations(ranked, 2) if few else [(ranked[0], o) for o in ranked[1:]]
     return pairs
@@ -138,10 +138,12 @@ def list_gaps(one: pd.DataFrame, other: pd.DataFrame, measure: str) -> np.ndarra
     has the same seed and data [n], where both have it.
     """
     sides = [
-        own.dropna(subset=["pair", measure]).drop_duplicates("pair", keep="last").set_index("pair")
-        for own in (one, other)
+        members.dropna(subset=["pair", measure])
+        .drop_duplicates("pair", keep="last")
+        .set_index("pair")
+        for members in (one, other)
     ]
-    both = pd.concat([own[measure] for own in sides], axis=1, join="inner")
+    both = pd.concat([members[measure] for members in sides], axis=1, join="inner")
     return subtract(*both.to_numpy().T)
 
 
