@@ -245,14 +245,14 @@ def test_newcomers_count_for_those_after_them_by_hand(toy, linear, local):
     apart[0, 1:4], apart[1, 2:4], apart[2, 3] = (50, 50, 70), (10, 40), 80
     apart = jnp.asarray(apart + apart.T)
     begun, _ = play(pacfl(linear, local, COHORT, m=2, threshold=91.0), toy, 0)
-    known = begun.rows["features"].known.at[1:4].set(False)
-    memory = begun.memory.replace(known=known)
-    state = begun.replace(memory=memory, active=jnp.array([True, False]))
+    features = begun.rows["features"]
+    features = features.replace(known=features.known.at[1:4].set(False))
+    state = begun.replace(active=jnp.array([True, False])).put_rows({"features": features})
     four = toy.replace(train=toy.train.replace(size=jnp.ones(14, jnp.int32).at[4:].set(0)))
     state = state.replace(assignment=jnp.full(14, -1).at[0].set(0))
 
     def describe(key, first, data, who):
-        return jnp.ones_like(memory.points)
+        return jnp.ones_like(features.points)
 
     def bill(bases, data, who):
         return make_bill(jnp.zeros(14))
