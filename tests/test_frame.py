@@ -333,7 +333,9 @@ def test_names_have_one_form_in_arrays_and_partitions(tmp_path):
     made = cfl.partition.from_file(pool, path=str(tmp_path / "p.json"), test_fraction=0)
     assert made.client_names == ("1", "caf\u00e9") and made.sample.tolist() == [1, 0]
     (tmp_path / "p.json").write_text(json.dumps({"1": [0], "1.0": [1]}))
-    one_line("client '1' is there twice", cfl.partition.from_file, pool, path=tmp_path / "p.json")
+    one_line(
+        "client '1' is there twice", cfl.partition.from_file, pool, path=str(tmp_path / "p.json")
+    )
     for gap in ("nan", "NA", "None", "?"):
         client = ["1", gap, "2", "2"]
         says = f"client is {gap} in sample 1 and numbers in others"
