@@ -133,7 +133,10 @@ class Setting:
     @functools.cached_property
     def adapter(self) -> TypeAdapter:
         """Returns what checks plain values, made when the first one is checked."""
-        return TypeAdapter(self.kind)
+        try:
+            return make_adapter(self.kind)
+        except TypeError:  # a note in the annotation of somebody's own cannot be hashed
+            return TypeAdapter(self.kind)
 
     def check(self, name: str, value: Any) -> Any:
         """Returns a value as its annotation has it: a tuple for a list, a float for a whole number.
@@ -151,6 +154,9 @@ class Setting:
             raise InputError(
                 f"{name}={format_value(value)}: must be {allowed}{near}{_explain(error)}"
             ) from None
+
+
+make_adapter = functools.cache(TypeAdapter)  # many settings share an annotation
 
 
 def _is_numpy_scalar(value: Any) -> bool:
