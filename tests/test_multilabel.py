@@ -385,7 +385,7 @@ def own(tmp_path, monkeypatch):
     ("settings", "says"),
     [
         ("partition=shards dataset.clients=4", "samples have several labels"),
-        ("partition=dirichlet", "needs a class of each sample, which y are not"),
+        ("partition=dirichlet dataset.clients=4", "needs a class of each sample, which y are not"),
         ("dataset.source.num_classes=3", "task=multilabel has no classes"),
         ("task=regression", "y of dataset=npz are 3 labels a sample; use task=multilabel"),
         ("task=classification", "of several labels, 0 or 1, use task=multilabel"),
