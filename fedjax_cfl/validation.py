@@ -258,10 +258,9 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return "one of " * (len(parts) > 1) + ", ".join(map(str, parts))
     if origin in UNIONS:
-        return " or ".join(
-            map(describe, sorted(parts, key=lambda part: part is not types.NoneType))
-        )
-    return f"a list, each of it {describe(parts[0])}"
+        *first, last = map(describe, sorted(parts, key=lambda part: part is not types.NoneType))
+        return f"{', '.join(first)} or {last}" if first else last
+    return f"a list, each item {describe(parts[0])}"
 
 
 def options_of(kind: Any) -> list[Any]:

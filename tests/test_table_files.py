@@ -419,8 +419,8 @@ def test_a_run_on_a_csv(fedjax_cfl, tmp_path):
     assert clients["client"].to_pylist() == [9, 10, 100]
     for change, says in {
         "y=stat": "sensors.csv: y=stat is not there",
-        "y=[]": "dataset.source.y=[]: must be null or the name of a column",
-        "x=[]": "dataset.source.x=[]: must be null or the name of a column",
+        "y=[]": "dataset.source.y=[]: must be null, the name of a column or a list of names",
+        "x=[]": "dataset.source.x=[]: must be null, the name of a column or a list of names",
         "why=a": "dataset.source.why=a: unknown setting",
         "num_classes=2": "num_classes=2",
     }.items():
