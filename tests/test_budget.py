@@ -29,7 +29,7 @@ LINES = {
     "system": 1829,
     "tasks": 538,
 }
-ALL_LINES, IMPORT_LINES = 40_832, 2210
+ALL_LINES, IMPORT_LINES = 40_833, 2210
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 
