@@ -258,8 +258,8 @@ def describe(kind: Any) -> str:
     if origin is Literal:
         return "one of " * (len(parts) > 1) + ", ".join(map(str, parts))
     if origin in UNIONS:
-        parts = sorted(parts, key=lambda part: part is not types.NoneType)
-        *first, last = (words for part in parts for words in describe(part).split(" or "))
+        parts = sorted(parts, key=lambda kind: kind is not types.NoneType)
+        *first, last = " or ".join(map(describe, parts)).split(" or ")
         return f"{', '.join(first)} or {last}" if first else last
     return f"a list, each item {describe(parts[0])}"
 

@@ -14,13 +14,9 @@ from conftest import nightly
 from papers import processes
 from test_paper import CELL, table, verb
 
-import fedjax_cfl as cfl
-
 __all__ = ["verb"]
-CHECKOUT = Path(cfl.__file__).parents[1]
-PATH = os.pathsep.join(
-    [str(CHECKOUT), str(CHECKOUT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
-)
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"  # where `papers` is found
+PATH = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
