@@ -24,12 +24,12 @@ LINES = {
     "models": 1409,
     "personal": 1119,
     "round": 1172,
-    "runs": 3958,
+    "runs": 3962,
     "simulation": 3098,
     "system": 1829,
     "tasks": 538,
 }
-ALL_LINES, IMPORT_LINES = 40_833, 2210
+ALL_LINES, IMPORT_LINES = 40_837, 2210
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

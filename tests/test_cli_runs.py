@@ -150,6 +150,18 @@ def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
     assert status == 2 and "is of a different run (local.lr: 0.05 there, 0.5 here)" in error
 
 
+def test_a_finished_grid_is_passed_over_by_its_own_command_alone(fedjax_cfl, tmp_path):
+    line = (
+        "-m algorithm=fedavg,qfedavg seeds=2 dataset.clients=8 clients_per_round=3 rounds=1"
+        " local.epochs=1 model=mclr devices=1 run_dir=sweep"
+    )
+    assert fedjax_cfl(line)[0] == 0
+    status, out, error = fedjax_cfl(line)
+    assert (status, error) == (0, "") and out.count("finished after 1 rounds; passed over") == 2
+    status, _, error = fedjax_cfl(f"{line} local.lr=0.5")
+    assert status == 2 and "is of a different run (local.lr: 0.05 there, 0.5 here)" in error
+
+
 @pytest.mark.parametrize("folder", [".", "new"])
 def test_a_sweep_that_cannot_begin_leaves_the_current_folder(
     folder, fedjax_cfl, tmp_path, monkeypatch

@@ -1,5 +1,6 @@
 """Going on with a run: what must be the same, and where it stands."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ def resume_grid(
     Raises InputError as `resume_run` does.
     """
     if until is not None and all(has_ended(run[0], run[1], until) for run in runs):
+        for run in runs:  # one of other settings or data is refused, not passed over
+            with contextlib.suppress(FinishedRun):
+                resume_run(*run)
         raise FinishedRun(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
     while True:
         starts = [resume_run(*run, until=until) for run in runs]
