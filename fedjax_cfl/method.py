@@ -48,7 +48,8 @@ class Start(NamedTuple):
     groups: Params  # [m, ...]
     assignment: jax.Array | None = None  # [K], None: no client has a group yet
     memory: Any = ()
-    rows: dict[str, Any] = {}  # noqa: RUF012, by name, what the method keeps of each client [K, ...]
+    # by name, what the method keeps of each client [K, ...]
+    rows: dict[str, Any] = {}  # noqa: RUF012
     report: Report | None = None  # what was sent and what went wrong before round 0
     active: jax.Array | None = None  # [m] bool, None: all groups are in use
 

@@ -25,11 +25,11 @@ LINES = {
     "personal": 1119,
     "round": 1172,
     "runs": 3962,
-    "simulation": 3098,
+    "simulation": 3090,
     "system": 1829,
     "tasks": 538,
 }
-ALL_LINES, IMPORT_LINES = 40_837, 2210
+ALL_LINES, IMPORT_LINES = 40_830, 2210
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

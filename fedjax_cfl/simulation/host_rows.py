@@ -46,13 +46,8 @@ def device_shapes(algorithm: Algorithm, carry: Carry, count: int, mesh: Mesh) ->
 
         assert algorithm.first_rows is not None
         names = jax.eval_shape(algorithm.first_rows, state)
-        state = change_rows(state, {name: few(state.rows[name]) for name in names})
+        state = state.put_rows({name: few(state.rows[name]) for name in names})
     return carry_shapes(algorithm, (state, data_state), mesh)
-
-
-def change_rows(state: State, changed: dict[str, Rows]) -> State:
-    """Returns the state with the rows of some layers changed."""
-    return state.replace(rows={**state.rows, **changed})
 
 
 def list_host_rows(state: State) -> list[str]:
@@ -75,8 +70,7 @@ def make_rows(state: State) -> State:
         rows = np.empty((group.size, *first.shape[1:]), first.dtype)
         return np.take(np.asarray(first), group, axis=0, out=rows, mode="clip")  # without a buffer
 
-    return change_rows(
-        state,
+    return state.put_rows(
         {
             name: rows.replace(values=jax.tree.map(spread, rows.values))
             for name, rows in state.rows.items()
@@ -95,18 +89,16 @@ def rows_to_device(state: State, ids: np.ndarray, shapes: State) -> State:
     place[ids] = np.arange(ids.size, dtype=np.int32)
 
     def lend(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
-        on_device = np.zeros(like.shape, like.dtype)
-        np.take(rows, ids, axis=0, out=on_device[: ids.size], mode="clip")
-        return jax.device_put(on_device, like.sharding)
+        few = np.zeros(like.shape, like.dtype)
+        np.take(rows, ids, axis=0, out=few[: ids.size], mode="clip")
+        return jax.device_put(few, like.sharding)
 
     def lend_layer(rows: Rows, like: Rows) -> Rows:
         values = jax.tree.map(lend, rows.values, like.values)
         return rows.replace(values=values, place=jax.device_put(place, like.place.sharding))
 
     names = list_host_rows(state)
-    return change_rows(
-        state, {name: lend_layer(state.rows[name], shapes.rows[name]) for name in names}
-    )
+    return state.put_rows({name: lend_layer(state.rows[name], shapes.rows[name]) for name in names})
 
 
 def rows_to_host(before: State, after: State, ids: np.ndarray) -> State:
@@ -124,8 +116,8 @@ def rows_to_host(before: State, after: State, ids: np.ndarray) -> State:
         )
 
     names = list_host_rows(before)
-    return change_rows(
-        after, {name: write_layer(before.rows[name], after.rows[name]) for name in names}
+    return after.put_rows(
+        {name: write_layer(before.rows[name], after.rows[name]) for name in names}
     )
 
 
@@ -149,7 +141,7 @@ def collect_models(algorithm: Algorithm, state: State, data: FederatedData) -> A
             for name, rows in state.rows.items()
             if name in kept
         }
-        on_device = change_rows(state, some_rows)
+        on_device = state.put_rows(some_rows)
         some = algorithm.personal_models(on_device, data, jnp.asarray(ids))
         for whole, part in zip(models, jax.tree.leaves(some), strict=True):
             whole[ids] = np.asarray(part)

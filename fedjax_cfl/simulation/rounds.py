@@ -160,7 +160,7 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
             name: state.rows[name].replace(values=jax.tree.map(make_host_shape, values))
             for name, values in first.items()
         }
-        state = state.replace(rows={**state.rows, **host})
+        state = state.put_rows(host)
     return state, data_state
 
 
@@ -210,7 +210,7 @@ def make_init(algorithm: Algorithm, drift: Drift, on_host: bool) -> Callable:
                     name: state.rows[name].replace(values=values)
                     for name, values in algorithm.first_rows(state).items()
                 }
-                state = state.replace(rows={**state.rows, **rows})
+                state = state.put_rows(rows)
             return state, ()
         data_state = init_data_state(drift, key, data)
         return algorithm.init(key, data_state.apply_to(data)), data_state
