@@ -218,7 +218,7 @@ def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Up
         if layer.correction:
             at = jnp.where(used, cohort.ids, state.assignment.size)
             rows = rows.replace(group=rows.group.at[at].set(work.group, mode="drop"))
-        kept[layer.name] = put_rows(rows, cohort, new, finite, local.execution.mesh)
+        kept[layer.name] = store_rows(rows, cohort, new, finite, local.execution.mesh)
     return state.replace(rows=kept)
 
 
@@ -310,7 +310,7 @@ def find_places(rows: Rows, clients: jax.Array) -> jax.Array:
     return clients if isinstance(rows.place, tuple) else rows.place[clients]
 
 
-def put_rows(rows: Rows, cohort: Cohort, new: Any, kept: jax.Array, mesh: Mesh | None) -> Rows:
+def store_rows(rows: Rows, cohort: Cohort, new: Any, kept: jax.Array, mesh: Mesh | None) -> Rows:
     """Returns a layer's rows with the `new` ones [S, ...] of the cohort's slots `kept` [S] bool."""
     clients = rows.trained.size
     at = jnp.where(kept, cohort.ids, clients)

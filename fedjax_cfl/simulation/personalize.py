@@ -218,7 +218,7 @@ def assign_newcomers(
             begin = start_rows(algorithm, start, after.assignment, new)
             after = select(key, begin, data, ids)
         if np.array_equal(after.assignment[:known], begin.assignment[:known]):
-            met = take_clients(jnp.zeros(total, bool).at[ids].set(True, mode="drop"), after, met)
+            met = copy_clients(jnp.zeros(total, bool).at[ids].set(True, mode="drop"), after, met)
     used = used_models(algorithm, met, data)
     served = ServedModels(used.models, jnp.where(new, used.model_index, -1))
     groups = np.asarray(algorithm.serve(met).model_index)[known:]
@@ -283,7 +283,7 @@ def start_rows(algorithm: Algorithm, state: State, group: jax.Array, new: jax.Ar
     return state.put_rows(changed)
 
 
-def take_clients(who: jax.Array, after: State, state: State) -> State:
+def copy_clients(who: jax.Array, after: State, state: State) -> State:
     """Returns the state with what it has of the clients `who` [K] bool as in `after`."""
     parts = [(each.assignment, each.rows, each.received) for each in (after, state)]
     assignment, rows, received = where_rows(who, *parts)
