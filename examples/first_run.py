@@ -16,13 +16,14 @@ local = cfl.Local(lr=0.05, epochs=5, batch_size=10)
 algorithm = cfl.algorithms.flexcfl(task, local, cfl.select.rr_then_random(10), m=3)
 
 
-def show(row, snapshot):
-    """Prints a row as soon as it is known; a function that returns True would end the run."""
-    print(f"round {row['round']}: accuracy {row['accuracy']:.3f}, groups {row['group_sizes']}")
+class Show(cfl.Callback):
+    """Prints a row as soon as it is known; a method that returns True would end the run."""
+
+    def on_rows(self, row, grouping, take):
+        print(f"round {row['round']}: accuracy {row['accuracy']:.3f}, groups {row['group_sizes']}")
 
 
-result = cfl.run(
-    algorithm, task, data, jax.random.key(0), rounds=ROUNDS, discard="none", on_row=show
-)
+key = jax.random.key(0)
+result = cfl.run(algorithm, task, data, key, rounds=ROUNDS, discard="none", callbacks=[Show()])
 worst = result.rows[-1]["worst10_accuracy"]
 print(f"worst tenth of clients {worst:.3f}; {result.rows[-1]['bytes_up'] / 1e6:.2f} MB sent up")

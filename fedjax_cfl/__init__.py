@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from fedjax_cfl.runs.load import load_run
     from fedjax_cfl.sharding import make_mesh, use_cpu_cores
     from fedjax_cfl.simulation import check_algorithm, make_run_fn
+    from fedjax_cfl.simulation.callback import Callback
     from fedjax_cfl.system import Faults, System, select
     from fedjax_cfl.types import (
         Algorithm,
@@ -52,6 +53,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Algorithm",
+    "Callback",
     "ClientIndex",
     "Execution",
     "Faults",
@@ -129,6 +131,7 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     "runs.load": ("load_run",),
     "sharding": ("make_mesh", "use_cpu_cores"),
     "simulation": ("check_algorithm", "make_run_fn"),
+    "simulation.callback": ("Callback",),
     "system": ("Faults", "System", "select"),
 }
 

@@ -7,7 +7,7 @@ of it.
 
 import contextlib
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -19,7 +19,8 @@ from fedjax_cfl.data.scaling import Scaling, check_scaling
 from fedjax_cfl.errors import FinishedRun, InputError
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import driver
-from fedjax_cfl.simulation.driver import Result, Snapshot
+from fedjax_cfl.simulation.callback import Callback
+from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.program import check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
     from fedjax_cfl.runs.load import LoadedRun
-
-OnRow = Callable[[dict[str, Any], Snapshot], bool | None]
 
 
 class Comparison(NamedTuple):
@@ -65,7 +64,7 @@ def run(
     drift: Drift | None = None,
     discard: Literal["rounds", "met", "none"] = "rounds",
     mesh: Mesh | None = None,
-    on_row: OnRow | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result: ...
 
 
@@ -81,6 +80,7 @@ def run(
     drift: Drift | None = None,
     discard: Literal["rounds", "met", "none"] = "rounds",
     mesh: Mesh | None = None,
+    callbacks: Sequence[Callback] = (),
     run_dir: str | Path,
     settings: Mapping[str, Any] | None = None,
     scaling: Scaling | None = None,
@@ -99,7 +99,7 @@ def run(
     drift: Drift | None = None,
     discard: Literal["rounds", "met", "none"] = "rounds",
     mesh: Mesh | None = None,
-    on_row: OnRow | None = None,
+    callbacks: Sequence[Callback] = (),
     run_dir: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
     scaling: Scaling | None = None,
@@ -111,8 +111,8 @@ def run(
 
     Args: `data` are on the device or on the host, see `prefetch`; `key` fixes all draws;
     `drift` of None: no data change; `discard` is as in `Plan`; `mesh` of None: every device JAX
-    shows; `on_row` gets each evaluation's row as soon as it is known, and where the run stands
-    then; the run ends early if it returns true. It goes without `run_dir`.
+    shows; `callbacks` are told of every evaluation as soon as it is known, and where the run stands
+    then, see `Callback`.
     With `run_dir`: `settings` are names and values that tell the run from others in tables:
     `algorithm`, `dataset`, `partition` and `model` name its parts, all others are yours; `scaling`
     is what `standardize` returned with `data`: the run keeps it, and its predictions scale samples
@@ -124,18 +124,23 @@ def run(
     plan = Plan(rounds, eval_every, discard)
     setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh(), scaling)
     if run_dir is not None:
-        if on_row is not None:
-            raise InputError("on_row: goes without run_dir, whose rows are in metrics.jsonl")
-        return _run_in_dir(setup, plan, key, Path(run_dir), dict(settings or {}), verbose)
+        more = dict(settings or {}), verbose, callbacks
+        return _run_in_dir(setup, plan, key, Path(run_dir), *more)
     if scaling is not None:
         raise InputError("scaling: is kept in a run_dir; name one, as run_dir='runs/one'")
     if settings is not None:
         raise InputError("settings: are written to a run_dir; name one, as run_dir='runs/one'")
-    return driver.run_setup(setup, plan, key, on_row or (lambda row, snapshot: None))
+    return driver.run_setup(setup, plan, key, callbacks)
 
 
 def _run_in_dir(
-    setup: Setup, plan: Plan, key: Key, run_dir: Path, given: dict[str, Any], verbose: bool
+    setup: Setup,
+    plan: Plan,
+    key: Key,
+    run_dir: Path,
+    given: dict[str, Any],
+    verbose: bool,
+    callbacks: Sequence[Callback],
 ) -> "LoadedRun":
     """Runs what `run` describes as the command line would, and reads it."""
     from fedjax_cfl.analysis.plot import plot_curves
@@ -150,7 +155,9 @@ def _run_in_dir(
     use_compile_cache()
     run_dir = run_dir.expanduser().absolute()
     own = make_settings(setup, plan, key, given)
-    member = Member(own, list_given(given), run_dir, {}, draw=plot_curves, verbose=verbose)
+    member = Member(
+        own, list_given(given), run_dir, {}, callbacks, draw=plot_curves, verbose=verbose
+    )
     with contextlib.suppress(FinishedRun):
         status = train_in_dir(member, setup, None, write_settings)
         if status:

@@ -41,7 +41,7 @@ import pytest
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.main import main
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.checkpoint import list_checkpoints, load_arrays
+from fedjax_cfl.runs.checkpoint import load_arrays
 from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.runs.resume import CHECKPOINTS
 from fedjax_cfl.simulation.compiler import use_compile_cache
@@ -241,7 +241,7 @@ def lasting_rows(folder):
 
 def last_arrays(run_dir):
     """Returns the arrays of the last checkpoint of a run, by their place in it."""
-    return load_arrays(list_checkpoints(Path(run_dir) / CHECKPOINTS)[-1])
+    return load_arrays(Path(run_dir) / CHECKPOINTS)
 
 
 def stop_and_go_on(fedjax_cfl, line):
@@ -262,7 +262,7 @@ def run_in_grid_and_alone(fedjax_cfl, line):
     """Returns the run of seed 1, as one of a grid of two and alone, read back; their models are
     close.
     """
-    assert fedjax_cfl(f"{line} seeds=2 run_dir=grid")[0] == 0
+    assert fedjax_cfl(f"{line} vectorize=[seed] seed=0,1 run_dir=grid")[0] == 0
     assert fedjax_cfl(f"{line} seed=1 run_dir=alone")[0] == 0
     member, alone = (cfl.load_run(folder) for folder in ("grid/1", "alone"))
     for a, b in zip(*(jax.tree.leaves(r.final.models) for r in (member, alone)), strict=True):

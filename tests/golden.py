@@ -50,7 +50,7 @@ def list_runs() -> dict[str, list[list[str]]]:
         "attack": ["algorithm=qfedavg", "faults.byzantine=0.3", "faults.attack=noise"],
         "clock": ["algorithm=fielding", "clock=fedscale", *SWAP],
         "received": ["algorithm=flexcfl", "test_on=received", *SWAP],
-        "grid": [*IFCA, "seeds=2"],
+        "grid": [*IFCA, "vectorize=[seed]", "seed=0,1"],
         "traced": [*IFCA, "vectorize=[local.lr]", "local.lr=0.05,0.1"],
         "host": [*IFCA, "resident=host"],
         "lanes": ["algorithm=flexcfl", "local.executor=lanes", "local.width=4"],

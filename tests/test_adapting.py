@@ -37,8 +37,8 @@ from fedjax_cfl import algorithms
 from fedjax_cfl.data import drift
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.personal import fine_tune, per_fedavg
-from fedjax_cfl.runs.record import copy_present_models
-from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.runs.callbacks import copy_present_models
+from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
 from fedjax_cfl.simulation.rounds import init_data_state
 from fedjax_cfl.simulation.setup import Setup

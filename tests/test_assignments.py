@@ -12,7 +12,7 @@ from fedjax_cfl.analysis import flows, plot_found, plot_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
-from fedjax_cfl.simulation.driver import Grouping
+from fedjax_cfl.simulation.callback import Grouping
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
@@ -63,13 +63,16 @@ def test_damage_is_one_line(folder, tmp_path):
 FIVE = assignments.sample_clients(12, 5, seed=3)
 
 
-def write(folder: Path, kept: np.ndarray, rounds: range, clients: int = 12) -> list:
-    """Appends made-up groups; returns what a checkpoint after them says."""
-    with assignments.open_assignments(folder, kept) as log:
-        for t in rounds:
-            rng = np.random.default_rng(t)
-            log.append(t, Grouping(*rng.integers(-1, 3, (2, clients)).astype(np.int32)))
-        return log.fingerprint()
+def append(folder: Path, kept: np.ndarray, round: int, *both: np.ndarray) -> None:
+    with (folder / assignments.PART).open("ab") as part:
+        part.write(assignments.pack_grouping(round, Grouping(*both), kept))
+
+
+def write(folder: Path, kept: np.ndarray, rounds: range, clients: int = 12) -> None:
+    """Appends made-up groups."""
+    for t in rounds:
+        rng = np.random.default_rng(t)
+        append(folder, kept, t, *rng.integers(-1, 3, (2, clients)).astype(np.int32))
 
 
 def test_a_sample_says_whose_groups_it_has(tmp_path):
@@ -96,64 +99,11 @@ def test_a_sample_is_drawn_by_the_seed():
 def test_group_numbers_of_any_size_come_back(largest, tmp_path):
     clients = np.arange(3)
     groups = np.array([-1, 0, largest], np.int32)
-    with assignments.open_assignments(tmp_path, clients) as log:
-        log.append(1, Grouping(groups, groups[::-1]))
+    append(tmp_path, clients, 1, groups, groups[::-1])
     assignments.finish_assignments(tmp_path, clients, 3)
     found = read_assignments(tmp_path)
     assert found.groups.tolist() == [groups.tolist()]
     assert found.concepts.tolist() == [groups[::-1].tolist()]
-
-
-def cut(folder, fingerprint):
-    kept = assignments.verified_assignments(folder, FIVE, 3, fingerprint)
-    (folder / assignments.PART).write_bytes(kept)
-
-
-def test_what_others_append_while_the_run_goes_on_is_dropped(tmp_path):
-    groups = np.arange(12, dtype=np.int32) % 3
-    with assignments.open_assignments(tmp_path, FIVE) as log:
-        log.append(1, Grouping(groups, groups))
-        with (tmp_path / assignments.PART).open("ab") as part:
-            part.write(bytes(assignments.record_size(FIVE)))
-        log.append(2, Grouping(groups, groups))
-    assignments.finish_assignments(tmp_path, FIVE, 12)
-    found = read_assignments(tmp_path)
-    assert found.rounds.tolist() == [1, 2] and found.groups.tolist() == 2 * [groups[FIVE].tolist()]
-
-
-@pytest.mark.parametrize("finished", [False, True])
-def test_what_a_checkpoint_vouches_for_is_kept_and_the_rest_written_again(finished, tmp_path):
-    whole, torn = tmp_path / "whole", tmp_path / "torn"
-    for folder in (whole, torn):
-        folder.mkdir()
-    write(whole, FIVE, range(1, 6))
-    assignments.finish_assignments(whole, FIVE, 12)
-    fingerprint = write(torn, FIVE, range(1, 4))
-    write(torn, FIVE, range(4, 5))
-    with (torn / assignments.PART).open("ab") as part:
-        part.write(b"half a record")
-    if finished:
-        cut(torn, fingerprint)
-        assignments.finish_assignments(torn, FIVE, 12)
-    (tmp_path / "other").mkdir()
-    write(tmp_path / "other", FIVE, range(2, 5))  # as many, of other rounds
-    if finished:
-        assignments.finish_assignments(tmp_path / "other", FIVE, 12)
-    path = torn / (assignments.ASSIGNMENTS_FILE if finished else assignments.PART)
-    held = path.read_bytes()
-    for bad in (None, (tmp_path / "other" / path.name).read_bytes()):
-        path.unlink(missing_ok=True)
-        if bad is not None:
-            path.write_bytes(bad)
-        with pytest.raises(InputError, match="has lost or changed groups"):
-            cut(torn, fingerprint)
-    path.write_bytes(held)
-    cut(torn, fingerprint)
-    write(torn, FIVE, range(4, 6))
-    assignments.finish_assignments(torn, FIVE, 12)
-    ours, theirs = (folder / assignments.ASSIGNMENTS_FILE for folder in (torn, whole))
-    assert ours.read_bytes() == theirs.read_bytes()
-    assert read_assignments(torn).rounds.tolist() == [1, 2, 3, 4, 5]
 
 
 # followed

@@ -19,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER, MANIFEST
-from fedjax_cfl.runs.checkpoint import UNFINISHED, restore_latest
+from fedjax_cfl.runs.checkpoint import HEADER, restore_latest
 
 IDENTITY = {
     "algorithm": "ifca",
@@ -91,7 +90,9 @@ def small(step):
 
 
 def save(folder, step, **more):
-    return checkpoint.save(folder, step, small(step), {"round": step}, IDENTITY, **more)
+    """Saves a small checkpoint; returns its header and its folder."""
+    checkpoint.save(folder, step, small(step), {"round": step}, IDENTITY, **more)
+    return folder / f"{step}{HEADER}", folder / str(step)
 
 
 def latest(folder):
@@ -122,14 +123,15 @@ def test_everything_comes_back_bit_for_bit(tmp_path, abstract):
         "rows": [1, None, "ü"],
         "counter": np.int64(2**60),
     }
-    path = checkpoint.save(tmp_path / "a b#c?%20ü" / "deep", 12, tree, facts, IDENTITY)
+    folder = tmp_path / "a b#c?%20ü" / "deep"
+    checkpoint.save(folder, 12, tree, facts, IDENTITY)
     like = jax.tree.map(
         lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array) else leaf
         ),
         tree,
     )
-    found = restore_latest(path.parent, like if abstract else tree, IDENTITY)
+    found = restore_latest(folder, like if abstract else tree, IDENTITY)
     assert found.step == 12 and found.facts == {**facts, "counter": 2**60}
     assert_same(found.tree, tree)
     assert jax.random.key_impl(found.tree.memory["other key"]) == "rbg"
@@ -156,7 +158,7 @@ def test_the_latest_step_that_counts_counts(tmp_path):
 def test_no_checkpoint_is_none(tmp_path):
     assert latest(tmp_path) == (None, [])
     assert latest(tmp_path / "missing") == (None, [])
-    (tmp_path / UNFINISHED).mkdir()
+    save(tmp_path, 0)[0].unlink()
     assert latest(tmp_path) == (None, []), "killed in its first save"
 
 
@@ -171,8 +173,8 @@ def test_orbax_is_imported_only_when_used():
 
 
 def test_nothing_is_a_pickle(tmp_path):
-    path = checkpoint.save(tmp_path, 1, everything(), {}, IDENTITY)
-    files = [file for file in path.rglob("*") if file.is_file()]
+    checkpoint.save(tmp_path, 1, everything(), {}, IDENTITY)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) > 3
     for file in files:
         start = file.read_bytes()[:2]
@@ -202,25 +204,25 @@ def damages(file):
 
 def test_any_damage_falls_back_and_never_gives_wrong_numbers(tmp_path):
     save(tmp_path, 1)
-    newest = save(tmp_path, 2)
-    spare = shutil.copytree(newest, tmp_path / "spare")
-    files = [file.relative_to(newest) for file in newest.rglob("*") if file.is_file()]
+    header, newest = save(tmp_path, 2)
     tried = 0
-    for name in files:
-        for what, damage in damages(newest / name):
+    for file in [header, *(file for file in newest.rglob("*") if file.is_file())]:
+        content = file.read_bytes()
+        for what, damage in damages(file):
             damage()
             step, warned = latest(tmp_path)
-            assert step == 1, f"{name} {what}"
-            assert len(warned) == 1 and "\n" not in warned[0] and str(newest) in warned[0]
-            shutil.copy2(spare / name, newest / name)
+            assert step == 1, f"{file} {what}"
+            if file.exists() or file != header:  # without a header it was never saved
+                assert len(warned) == 1 and "\n" not in warned[0] and str(newest) in warned[0]
+            file.write_bytes(content)
             tried += 1
-    assert tried > 50
+    assert tried > 40
     assert latest(tmp_path) == (2, [])
 
 
 def test_an_identity_that_was_damaged_is_not_one_of_another_run(tmp_path):
     save(tmp_path, 1)
-    header = save(tmp_path, 2) / HEADER
+    header, _ = save(tmp_path, 2)
     header.write_text(header.read_text().replace('"ifca"', '"ifcb"'))
     step, warned = latest(tmp_path)
     assert step == 1 and "has changed since it was written" in warned[0]
@@ -228,7 +230,7 @@ def test_an_identity_that_was_damaged_is_not_one_of_another_run(tmp_path):
 
 def test_every_bit_of_the_numbers_is_guarded(tmp_path):
     save(tmp_path, 1)
-    newest = save(tmp_path, 2)
+    _, newest = save(tmp_path, 2)
     largest = max(
         (file for file in newest.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
     )
@@ -240,10 +242,9 @@ def test_every_bit_of_the_numbers_is_guarded(tmp_path):
 
 def test_missing_folders_fall_back(tmp_path):
     save(tmp_path, 1)
-    newest = save(tmp_path, 2)
-    shutil.rmtree(newest / ARRAYS)
-    assert latest(tmp_path)[0] == 1
+    _, newest = save(tmp_path, 2)
     shutil.rmtree(newest)
+    assert latest(tmp_path)[0] == 1
     newest.mkdir()
     assert latest(tmp_path)[0] == 1
     newest.rmdir()
@@ -254,27 +255,45 @@ def test_missing_folders_fall_back(tmp_path):
 def test_a_run_goes_on_after_a_fall_back(tmp_path):
     save(tmp_path, 1)
     for step in (2, 3):
-        (save(tmp_path, step) / HEADER).unlink()
+        save(tmp_path, step)[0].write_text("")
     step, warned = latest(tmp_path)
     assert step == 1 and len(warned) == 2
     save(tmp_path, 2)
-    assert latest(tmp_path) == (
-        2,
-        [],
-    ), "the newest is the one saved last, not the damaged one of a later step"
+    assert latest(tmp_path) == (2, []), "those of later rounds are gone"
 
 
 def test_nothing_readable_is_an_error(tmp_path):
     for step in (1, 2):
-        (save(tmp_path, step) / MANIFEST).write_text("[1, 2")
+        save(tmp_path, step)[0].write_text("[1, 2")
     with pytest.raises(InputError, match="none of 2 can be read"):
         latest(tmp_path)
 
 
-def test_what_the_manifest_does_not_name_is_ignored(tmp_path):
-    (save(tmp_path, 1) / ".DS_Store").write_text("litter")
+def test_what_lies_beside_checkpoints_is_ignored(tmp_path):
+    _, folder = save(tmp_path, 1)
     (tmp_path / "notes.txt").write_text("litter")
     assert latest(tmp_path) == (1, [])
+    os.mkfifo(folder / "pipe")
+    with pytest.raises(InputError, match="none of 1 can be read"):
+        latest(tmp_path)
+
+
+def test_a_pipe_or_a_link_to_a_device_never_hangs(tmp_path):
+    save(tmp_path, 1)
+    _, folder = save(tmp_path, 2)
+    file = folder / "_CHECKPOINT_METADATA"
+    for replace in (os.mkfifo, lambda path: path.symlink_to("/dev/zero")):
+        file.unlink()
+        replace(file)
+        step, warned = latest(tmp_path)
+        assert step == 1 and "is not a regular file" in warned[0]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_in_a_line(tmp_path):
+    (tmp_path / "000002-step-50").mkdir()
+    assert "an earlier version wrote it, format 4 or before; go on with that version" in refused(
+        tmp_path, small(0), IDENTITY
+    )
 
 
 # another run
@@ -289,7 +308,7 @@ def refused(folder, like, identity):
 
 
 def test_another_run_is_refused_with_both_values(tmp_path):
-    path = save(tmp_path, 1)
+    _, path = save(tmp_path, 1)
     text = refused(tmp_path, small(0), {**IDENTITY, "algorithm": "fedprox", "m": 2})
     assert (
         text
@@ -328,10 +347,10 @@ def test_other_key_types_are_refused(tmp_path):
 
 
 def test_a_later_format_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "FORMAT", 5)
+    monkeypatch.setattr(checkpoint, "FORMAT", 6)
     save(tmp_path, 1)
     monkeypatch.undo()
-    assert "has format 5, this version reads 4" in refused(tmp_path, small(0), IDENTITY)
+    assert "has format 6, this version reads 5" in refused(tmp_path, small(0), IDENTITY)
 
 
 def test_leaves_are_found_by_name_not_by_position(tmp_path):
@@ -347,14 +366,14 @@ def test_leaves_are_found_by_name_not_by_position(tmp_path):
 def test_the_last_are_kept(tmp_path):
     for step in range(6):
         save(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["000005-step-4", "000006-step-5"]
+    assert names(tmp_path) == ["4", "4.header", "5", "5.header"]
 
 
-def test_numbers_sort_as_numbers(tmp_path):
-    os.rename(save(tmp_path, 1), tmp_path / "999999-step-1")
-    save(tmp_path, 2)
-    assert names(tmp_path) == ["1000000-step-2", "999999-step-1"]
-    assert latest(tmp_path) == (2, [])
+def test_rounds_sort_as_numbers(tmp_path):
+    for step in (9, 10, 100):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["10", "10.header", "100", "100.header"]
+    assert latest(tmp_path) == (100, [])
 
 
 # devices

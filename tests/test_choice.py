@@ -16,7 +16,7 @@ from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.federated import gather, take_clients
 from fedjax_cfl.data.perturb import share_samples
-from fedjax_cfl.runs.choice import Standing, stand
+from fedjax_cfl.runs.callbacks import Standing, stand
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import read_metrics, summarize_rows
 
@@ -216,6 +216,7 @@ def test_choices_that_cannot_be_made_are_refused(settings, says, monkeypatch):
 
 
 def test_a_grid_has_no_patience(fedjax_cfl):
-    status, _, error = fedjax_cfl("evaluate.validation=0.2 evaluate.patience=2 seeds=2 run_dir=g")
+    line = "evaluate.validation=0.2 evaluate.patience=2 vectorize=[seed] seed=0,1 run_dir=g"
+    status, _, error = fedjax_cfl(line)
     assert status == 2 and error.count("\n") == 1
     assert "evaluate.patience=2: a grid of runs ends as one" in error

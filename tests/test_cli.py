@@ -156,7 +156,6 @@ REFUSED = {
     "-m algorithm=flexcfl,fedavg algorithm.m=2,3": "algorithm.m=2: unknown",
     "-m 'algorithm=glob(x*)'": "algorithm=glob(x*): no values",
     "-m run_dir=a,b": "run_dir=a,b: not allowed",
-    "-m clients_per_round=61,62": "clients_per_round=61: at most 60",
     "local.lr=": "local.lr=: number > 0",
     "~local.lr": "local.lr",
     # where a run goes

@@ -2,8 +2,8 @@
 in one line that names the file, and never end in a traceback.
 """
 
-import hashlib
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -15,8 +15,8 @@ from conftest import call, one_line, refusal
 
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.cli import predict
-from fedjax_cfl.runs import checkpoint
 from fedjax_cfl.runs.load import load_run
+from fedjax_cfl.runs.saved_models import load_arrays
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=3 local.epochs=1 model=mclr algorithm=ifca"
@@ -25,6 +25,7 @@ LINE = (
 )
 K = 12
 WHOLE = [0] * K
+INDEX, BIAS = "['index']", "['models']['head']['bias']"
 
 
 @pytest.fixture(scope="module")
@@ -108,42 +109,23 @@ def write_settings(text: str, after: bool = False):
     return damage
 
 
-def edit_header(edit):
-    """Returns what changes checkpoint.json of final/, with a manifest that vouches for it."""
+def save_again(edit=lambda arrays: arrays, **more):
+    """Returns what saves the last models again, with other arrays or facts."""
 
     def damage(folder: Path) -> None:
-        (path,) = checkpoint.list_checkpoints(folder / "final")
-        header = json.loads((path / "checkpoint.json").read_text())
-        edit(header)
-        text = json.dumps(header)
-        (path / "checkpoint.json").write_text(text)
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["checkpoint.json"] = hashlib.sha256(text.encode()).hexdigest()
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        arrays, facts = load_arrays(folder / "final.npz")
+        arrays = edit(arrays)
+        np.savez(folder / "final.npz", facts=np.array(json.dumps(facts | more)), **arrays)
 
     return damage
 
 
-def state(**facts):
-    return edit_header(lambda header: header["facts"].update(facts))
+def without(name: str):
+    return save_again(lambda arrays: {key: arrays[key] for key in arrays if name not in key})
 
 
-def forget(name: str):
-    return edit_header(lambda header: header["facts"].pop(name))
-
-
-def save_again(edit):
-    """Returns what saves the last models again, changed."""
-
-    def damage(folder: Path) -> None:
-        (path,) = checkpoint.list_checkpoints(folder / "final")
-        header, arrays = checkpoint.read_header(path), checkpoint.load_arrays(path)
-        head = {name: arrays[f"['models']['head']['{name}']"] for name in ("bias", "kernel")}
-        tree = edit({"models": {"head": head}, "index": arrays["['index']"]})
-        shutil.rmtree(path)
-        checkpoint.save(folder / "final", header["step"], tree, header["facts"], {}, keep=1)
-
-    return damage
+def with_index(change):
+    return save_again(lambda arrays: arrays | {INDEX: change(arrays[INDEX])})
 
 
 C, A, S = "clients.parquet", "assignments.parquet", "similarity.parquet"
@@ -221,61 +203,26 @@ BOTH = {  # what `report` and `predict` refuse
     "no model": (write_settings("model: {module: null}"), "model.module is no group of settings"),
 }
 MODEL = "model: {module: {_target_: fedjax_cfl.models.MLP, "
-FACT = "expected what a run writes"
 LOADED = {  # what only `predict` reads
     "an unknown argument": (write_settings(f"{MODEL}3: 1}}}}"), "unexpected keyword"),
     "an argument of text": (write_settings(f"{MODEL}hidden: abc}}}}"), "cannot take samples"),
     "a parent": (write_settings(f"{MODEL}parent: 3}}}}"), "model.module: parent must be"),
-    "a later format": (edit_header(lambda header: header.update(format=99)), "has format 99"),
-    "no format": (edit_header(lambda header: header.pop("format")), "it has no 'format'"),
-    "a step of text": (edit_header(lambda header: header.update(step="a")), "its step is no"),
-    "no facts": (edit_header(lambda header: header.pop("facts")), "it has no 'facts'"),
-    "facts in a list": (edit_header(lambda header: header.update(facts=[1])), "its facts are no"),
-    "no shape": (forget("sample_shape"), f"sample_shape is 'absent', {FACT}"),
-    "a shape of text": (state(sample_shape="ab"), f"sample_shape is 'ab', {FACT}"),
-    "a negative shape": (state(sample_shape=[-8, 8]), f"sample_shape is [-8, 8], {FACT}"),
-    "a huge shape": (state(sample_shape=[10**12]), f"sample_shape is [1000000000000], {FACT}"),
-    "another shape": (state(sample_shape=[7, 8]), "other parameters than this module"),
-    "no classes": (forget("num_classes"), f"num_classes is 'absent', {FACT}"),
-    "classes of text": (state(num_classes="a"), f"num_classes is 'a', {FACT}"),
-    "no class": (state(num_classes=-1), f"num_classes is -1, {FACT}"),
-    "half a class": (state(num_classes=10.7), f"num_classes is 10.7, {FACT}"),
-    "huge classes": (state(num_classes=10**12), f"num_classes is 1000000000000, {FACT}"),
-    "names that are a number": (state(class_names=3), f"class_names is 3, {FACT}"),
-    "names that are numbers": (state(class_names=[0, 1]), f"class_names is [0, 1], {FACT}"),
-    "a class name twice": (state(class_names=["b", "b"]), "class_names is ['b', 'b']"),
-    "more names than classes": (state(class_names=list("abcdefghijk")), FACT),
-    "models of another run": (state(run_id="x"), "holds models of another run"),
-    "a short index": (save_again(lambda tree: tree | {"index": tree["index"][:3]}), ANOTHER),
-    "an index beyond": (save_again(lambda tree: tree | {"index": tree["index"] + 7}), "not among"),
-    "half an index": (save_again(lambda tree: tree | {"index": tree["index"] / 2}), "its index"),
-    "no index": (save_again(lambda tree: {"models": tree["models"]}), "it has no \"['index']\""),
-    "no models": (save_again(lambda tree: {"index": tree["index"]}), "it has no 'models'"),
-    "models of integers": (
-        save_again(
-            lambda tree: (
-                tree
-                | {
-                    "models": {
-                        "head": {k: v.astype(int) for k, v in tree["models"]["head"].items()}
-                    }
-                }
-            )
-        ),
-        "no floating-point numbers",
-    ),
+    "a round of text": (save_again(round="a"), "no JSON object with a round"),
+    "another shape": (save_again(sample_shape=[7, 8]), "other parameters than this module"),
+    "models of another run": (save_again(run_id="x"), "holds models of another run"),
+    "a short index": (with_index(lambda index: index[:3]), ANOTHER),
+    "an index beyond": (with_index(lambda index: index + 7), "names models that it does not have"),
+    "no index": (without("index"), "it has no \"['index']\""),
+    "no models": (without("models"), "it has no 'models'"),
     "fewer of one parameter": (
-        save_again(
-            lambda tree: (
-                tree | {"models": {"head": tree["models"]["head"] | {"bias": np.zeros((1, 10))}}}
-            )
-        ),
-        "not equally many",
+        save_again(lambda arrays: arrays | {BIAS: np.zeros((1, 10), np.float32)}),
+        "names models that it does not have",
     ),
     "nobody with a model": (
-        save_again(lambda tree: tree | {"index": np.full(K, -1)}),
+        with_index(lambda index: np.full(K, -1)),
         "no client of the run has a model",
     ),
+    "half a file": (lambda folder: os.truncate(folder / "final.npz", 700), "cannot be read"),
     "no clients": (lambda folder: (folder / C).unlink(), f"{C}: there is none"),
 }
 

@@ -394,6 +394,11 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
         cfl.System(select.from_table(table), Faults(nan=1.0, nonfinite="raise")),
     )
     seen = []
+
+    class See(cfl.Callback):
+        def on_rows(self, row, grouping, take):
+            seen.append(row["round"])
+
     with pytest.raises(
         NonFiniteUpdate, match=r"^round 2: client 9 sent a non-finite update of \S+/\S+$"
     ):
@@ -404,7 +409,7 @@ def test_raise_names_round_client_and_layer(width, linear, local, toy):
             KEY,
             rounds=2,
             mesh=local.execution.mesh,
-            on_row=lambda row, snapshot: seen.append(row["round"]),
+            callbacks=[See()],
         )
     assert seen == [1], "the row of the round that failed is not written"
 

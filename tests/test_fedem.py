@@ -24,8 +24,6 @@ from test_reference import KEY, L2, Model, mean, models_of, samples
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms import fedavg, fedem, fedrc
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.load import read_models
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.personalize import (
     assign_newcomers,
@@ -678,23 +676,6 @@ def test_predict_mixes_for_clients_of_the_run_and_others(finished, folder, monke
 )
 def test_what_a_run_of_mixtures_cannot_answer_is_said(finished, ask, text):
     one_line(text, ask, finished)
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"weights": np.ones((6, 3), np.float32)}, "not one number for each client and model"),
-        ({"weights": np.ones((6, 2), np.float32)}, "of a client are not shares of 1"),
-        ({"weights": np.full((6, 2), np.nan, np.float32)}, "of a client are not shares of 1"),
-        ({"label_shares": np.ones((3, 2), np.float32)}, "not a row for each model"),
-        ({"label_shares": np.zeros((2, 2), np.float32)}, "not all above 0"),
-    ],
-)
-def test_mixtures_that_no_run_writes_are_refused(finished, tmp_path, change, says):
-    saved = finished.final
-    arrays = {"models": saved.models, "index": saved.model_index, "weights": saved.weights} | change
-    checkpoint.save(tmp_path, 4, arrays, {}, {}, keep=1)
-    one_line(says, read_models, tmp_path)
 
 
 def unmet(run):

@@ -15,7 +15,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.sweep import grid_axes
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.checkpoint import list_checkpoints
+from fedjax_cfl.runs.checkpoint import list_steps
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.simulation.vectorize import explain_closures, stack_data
 
@@ -50,18 +50,21 @@ CASES = {
     ),
     "seeds, a stream that is redrawn": (
         "algorithm=feddane drift=stream_gradual drift.period=1 drift.retained=2 drift.intervals=4",
-        "seeds=2",
+        "vectorize=[seed] seed=0,1",
     ),
     "cuts in two, a stream": (
         "algorithm=cfl algorithm.m=3 algorithm.warm_up=1 algorithm.eps1=10 algorithm.eps2=0.01"
         " drift=stream_rotate drift.period=1 drift.retained=2 drift.intervals=4",
-        "seeds=2",
+        "vectorize=[seed] seed=0,1",
     ),
     "a round with everybody": (
         "algorithm=fedcluster algorithm.m=3 algorithm.rounds=1 algorithm.min_size=2",
-        "seeds=2",
+        "vectorize=[seed] seed=0,1",
     ),
-    "one round of clustering": ("algorithm=fl_hc algorithm.m=3 algorithm.warm_up=1", "seeds=2"),
+    "one round of clustering": (
+        "algorithm=fl_hc algorithm.m=3 algorithm.warm_up=1",
+        "vectorize=[seed] seed=0,1",
+    ),
     "server step sizes": (
         "algorithm=fedadam",
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
@@ -172,14 +175,14 @@ def test_every_run_of_a_grid_is_as_it_would_be_alone(case, tmp_path, monkeypatch
 @pytest.mark.nightly
 def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     single = f"{SMALL} algorithm=fedavg drift=swap_all drift.p=0.4"
-    line = f"{single} seeds=2"
+    line = f"{single} vectorize=[seed] seed=0,1"
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'whole'}") == 0
     assert call(monkeypatch, f"{line} rounds=2 run_dir={tmp_path / 'parts'}") == 0
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     # killed while it finished, and the last checkpoint of one has suffered
     (tmp_path / "parts" / "1" / "summary.json").unlink()
-    newest = list_checkpoints(tmp_path / "parts" / "1" / "checkpoints")[-1]
-    (newest / "manifest.json").write_text("{")
+    newest = list_steps(tmp_path / "parts" / "1" / "checkpoints")[-1]
+    (tmp_path / "parts" / "1" / "checkpoints" / f"{newest}.header").write_text("{")
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'parts'}") == 0
     for member in "01":
         assert lasting_rows(tmp_path / "parts" / member) == lasting_rows(
@@ -214,7 +217,7 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
             "personal.lam=9.0: times local.lr=0.2 it is 1.8, and must be below 1"
         ),
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
-        "seeds=2 resident=host algorithm=fedavg": (
+        "vectorize=[seed] seed=0,1 resident=host algorithm=fedavg": (
             "resident=host: a grid of runs trains on data that are on the devices"
         ),
         "seeds=0": "seeds=0: must be a whole number >= 1",

@@ -10,8 +10,7 @@ from conftest import kept, stop_and_go_on, with_execution
 import fedjax_cfl as cfl
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.record import copy_models
+from fedjax_cfl.runs.callbacks import copy_models
 from fedjax_cfl.simulation import host_rows, memory
 
 KEEP = {
@@ -127,33 +126,11 @@ def test_as_many_rows_are_lent_as_fit(population, linear, local, monkeypatch):
 
 
 @pytest.mark.nightly
-def test_a_run_on_the_host_stops_and_goes_on(fedjax_cfl, monkeypatch):
-    """From rows in a file of their own, as large ones are; final/ has them, too."""
-    monkeypatch.setattr(checkpoint, "LARGE", 40_000)
+def test_a_run_on_the_host_stops_and_goes_on(fedjax_cfl):
+    """final.npz has the rows, too."""
     line = "dataset.clients=20 model=mclr local.epochs=1 clients_per_round=4 resident=host"
     stopped, _ = stop_and_go_on(fedjax_cfl, f"algorithm=fedavg personal=ditto {line}")
-    latest = checkpoint.list_checkpoints("stopped/checkpoints")[-1]
-    assert [path.suffix for path in (latest / checkpoint.LARGE_ARRAYS).iterdir()] == [".npy"]
     assert len(jax.tree.leaves(stopped.final.models)[0]) == 20
-
-
-def test_large_arrays_have_files_of_their_own(tmp_path, monkeypatch):
-    """Among small ones, or alone; they come back as what they are restored into."""
-    monkeypatch.setattr(checkpoint, "LARGE", 100)
-    rows, few = np.arange(60, dtype=np.float32).reshape(20, 3), np.arange(3)
-    for number, tree in enumerate(({"rows": rows, "few": few}, {"rows": rows})):
-        path = checkpoint.save(tmp_path / str(number), 0, tree, {}, {})
-        like = jax.tree.map(
-            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), tree
-        )
-        found = checkpoint.restore_latest(path.parent, like, {}).tree
-        jax.tree.map(np.testing.assert_array_equal, found, tree)
-        found["rows"][0] = 7  # in place, as a run does
-        assert [file.name for file in (path / "large").iterdir()] == [f"{len(tree) - 1}.npy"]
-    damaged = path / "large" / "0.npy"
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match=r"large/0\.npy"):
-        checkpoint.load_arrays(path)
 
 
 def test_more_than_the_machine_has_is_refused_before_training(

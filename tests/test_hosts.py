@@ -95,7 +95,7 @@ def test_two_processes_are_one_run_and_a_signal_to_any_stops_both(method, tmp_pa
     last = lasting_rows(folder)[-1]["round"]
     assert f"stopped after round {last}" in done[0][1] and "2 CPU devices on 2 hosts" in done[0][1]
     assert "round" not in done[1][1]  # process 0 alone speaks and writes
-    assert any(path.name.endswith(f"-step-{last}") for path in (folder / "checkpoints").iterdir())
+    assert (folder / "checkpoints" / f"{last}.header").is_file()
     more = f"rounds={last + 2}"
     done = ended(begin(folder, 2, *method, more))
     assert [status for status, *_ in done] == [0, 0], done
@@ -178,7 +178,7 @@ def test_a_killed_process_ends_the_other(number, tmp_path):
             ["coordinator=127.0.0.1:1", "processes=2", "process=2"],
             "needs processes=N and process=0 .. N-1, not processes=2 process=2",
         ),
-        (["coordinator=auto", "seeds=2"], "coordinator=auto: a grid of runs trains in one process"),
+        (["coordinator=auto", "seeds=2"], "coordinator=auto: several seeds run in one process"),
     ],
 )
 def test_what_cannot_be_joined_is_refused(line, said, fedjax_cfl, tmp_path):

@@ -17,7 +17,7 @@ import pytest
 from conftest import VARYING
 
 from fedjax_cfl.runs import checkpoint
-from fedjax_cfl.runs.checkpoint import list_checkpoints
+from fedjax_cfl.runs.checkpoint import list_steps
 from fedjax_cfl.runs.results import METRICS_FILE, read_metrics
 
 
@@ -67,9 +67,8 @@ def killed(run_dir, settings, rounds, kills, rng):
             return lost, kill
         process.send_signal(signal.SIGKILL)
         process.wait()
-        newest = list_checkpoints(run_dir / "checkpoints")
-        step = int(newest[-1].name.rpartition("-")[2]) if newest else 0
-        lost += max(0, rounds_of(run_dir) - step)
+        steps = list_steps(run_dir / "checkpoints")
+        lost += max(0, rounds_of(run_dir) - (steps[-1] if steps else 0))
     return lost, kills
 
 
@@ -88,8 +87,7 @@ def outcome(run_dir):
         name: pyarrow.parquet.read_table(run_dir / f"{name}.parquet").to_pydict()
         for name in ("clients", "assignments")
     }
-    arrays = list_checkpoints(run_dir / "checkpoints")[-1]
-    return rows, summary, clients, checkpoint.load_arrays(arrays)
+    return rows, summary, clients, checkpoint.load_arrays(run_dir / "checkpoints")
 
 
 def compare(tmp_path, algorithm, rounds, every, kills, seed):

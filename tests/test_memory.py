@@ -34,15 +34,15 @@ def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda mesh: 20_000)
     begun = []
 
-    def begin(row, snapshot):
-        begun.append(row)
+    class Begin(cfl.Callback):
+        def on_start(self, run, take):
+            begun.append(run)
 
     with pytest.raises(
         InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use "
     ) as error:
-        cfl.run(
-            fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=local.execution.mesh, on_row=begin
-        )
+        mesh = local.execution.mesh
+        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=mesh, callbacks=[Begin()])
     assert not begun and "\n" not in str(error.value)
 
 

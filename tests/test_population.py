@@ -14,7 +14,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.runs.checkpoint import restore_latest, save
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.simulation.driver import Snapshot, drive
+from fedjax_cfl.simulation.callback import Snapshot
+from fedjax_cfl.simulation.driver import drive
 from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan, state_shapes
 from fedjax_cfl.simulation.setup import Setup
@@ -86,9 +87,11 @@ def test_rows_clients_and_models_are_those_of_data_on_the_devices(
 def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
     algorithm = methods(linear, local)["ifca"]()
 
-    def keep(row, snapshot):
-        if row["round"] == 2:
-            save(tmp_path, 2, (snapshot.state, snapshot.data_state), snapshot.counters, {})
+    class Keep(cfl.Callback):
+        def on_rows(self, row, grouping, take):
+            if row["round"] == 2:
+                state, data_state, counters = take()
+                save(tmp_path, 2, (state, data_state), counters, {})
 
     whole = cfl.run(
         algorithm,
@@ -96,7 +99,7 @@ def test_a_run_goes_on_from_a_checkpoint(both, linear, local, tmp_path):
         both[1],
         jax.random.key(1),
         mesh=local.execution.mesh,
-        on_row=keep,
+        callbacks=[Keep()],
         **QUICK,
     )
     setup = Setup(algorithm, linear, both[1], cfl.drift.none(), local.execution.mesh)

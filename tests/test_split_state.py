@@ -27,7 +27,8 @@ from fedjax_cfl.sharding import (
     split_sharding,
     take_models,
 )
-from fedjax_cfl.simulation.driver import Snapshot, drive
+from fedjax_cfl.simulation.callback import Snapshot
+from fedjax_cfl.simulation.driver import drive
 from fedjax_cfl.simulation.program import compile_run
 from fedjax_cfl.simulation.rounds import Plan, state_shapes
 from fedjax_cfl.simulation.setup import Setup
@@ -162,12 +163,20 @@ def test_a_split_state_is_the_same_run(name, mlp, toy, local, monkeypatch, tmp_p
     """One device, two, and two from where one stood after the first round."""
     monkeypatch.setattr(sharding, "MIN_SPLIT_BYTES", 1)
 
-    def keep(row, snapshot):
-        if row["round"] == 1:
-            save(tmp_path, 1, (snapshot.state, snapshot.data_state), snapshot.counters, {})
+    class Keep(cfl.Callback):
+        def on_rows(self, row, grouping, take):
+            if row["round"] == 1:
+                state, data_state, counters = take()
+                save(tmp_path, 1, (state, data_state), counters, {})
 
     one = cfl.run(
-        make(name, mlp, local, 1), mlp, toy, KEY, rounds=3, mesh=cfl.make_mesh(1), on_row=keep
+        make(name, mlp, local, 1),
+        mlp,
+        toy,
+        KEY,
+        rounds=3,
+        mesh=cfl.make_mesh(1),
+        callbacks=[Keep()],
     )
     mesh, algorithm = cfl.make_mesh(2), make(name, mlp, local, 2)
     setup = Setup(algorithm, mlp, toy, cfl.drift.none(), mesh)

@@ -1,5 +1,6 @@
 """Trackers get the rows of a run, fail alone, and go on with the record of a resumed run."""
 
+import contextlib
 import importlib.util
 import json
 import sys
@@ -12,7 +13,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import trackers
 from fedjax_cfl.runs.assignments import read_assignments
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.runs.trackers import TrackedRun, Tracker, open_trackers
+from fedjax_cfl.runs.trackers import Tracker, Trackers
+from fedjax_cfl.simulation.callback import RunInfo
 
 LINE = (
     "dataset.clients=8 clients_per_round=3 local.epochs=1 model=mclr algorithm=fedavg"
@@ -30,26 +32,32 @@ def fake(lines: list, fails: str = ""):
         if what[0] == fails:
             raise OSError("the disk\nis full")
 
-    def opener(run: TrackedRun) -> Tracker:
+    def opener(run: RunInfo) -> Tracker:
         note("open", run.begun)
         return Tracker(lambda *given: note("log", *given), lambda: note("close"))
 
     return opener
 
 
+def tell(openers: dict, begun: int, rows: list) -> None:
+    """Gives rows to trackers as a run does."""
+    with contextlib.ExitStack() as files:
+        trackers = Trackers(openers, files)
+        trackers.on_start(RunInfo(Path("run"), {"x.y": 1}, begun), lambda: None)
+        for row in rows:
+            trackers.on_rows(row, None, lambda: None)
+
+
 def test_a_tracker_gets_the_numbers_of_each_row():
     lines = []
-    with open_trackers({"a": fake(lines)}, Path("run"), {"x": {"y": 1}}, 2) as log:
-        log(ROW)
+    tell({"a": fake(lines)}, 2, [ROW])
     assert lines == [("open", 2), ("log", 3, NUMBERS), ("close",)]
 
 
 @pytest.mark.parametrize("when", ["open", "log", "close"])
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(when, capsys):
     bad, good = [], []
-    with open_trackers({"bad": fake(bad, when), "good": fake(good)}, Path("run"), {}, 0) as log:
-        log(ROW)
-        log(ROW)
+    tell({"bad": fake(bad, when), "good": fake(good)}, 0, [ROW, ROW])
     error = capsys.readouterr().err
     assert (
         error == "fedjax-cfl: warning: logger bad failed and gets no more rows: the disk is full\n"

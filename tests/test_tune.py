@@ -103,18 +103,15 @@ def test_a_run_is_scored_by_the_last_tenth_of_its_tests():
 
 @pytest.mark.parametrize("sign", ["", "+"])  # of the configuration, or added to it
 def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch, sign):
-    """Runs are replaced by rows: what is asked of them, and what is made of them. Those that are
-    trained together lie in a folder of their own within that of the sweep.
-    """
+    """Runs are replaced by rows: what is asked of them, and what is made of them."""
     asked, tried = [], f"{sign}local.lr"
 
     def pretend(arguments):
         asked.append(arguments)
         given = dict(text.split("=", 1) for text in arguments[1:])
         part, folder = given["evaluate.part"], given["hydra.sweep.dir"]
-        folder = tmp_path / "out" / part / "0"
+        folder = tmp_path / "out" / part
         folder.mkdir(parents=True)
-        (folder.parent / "index.csv").write_text("run\n0\n")
         rates, seeds = given[tried].split(","), given["seed"].split(",")
         runs = [(rate, seed) for rate in rates for seed in seeds]
         names = ["run", *([tried] if len(rates) > 1 else []), "seed"]
@@ -140,33 +137,11 @@ def test_trials_and_last_runs_have_their_parts_and_seeds(tmp_path, monkeypatch, 
     assert "evaluate.part=test" in last and "seed=0,1" in last
     assert last[1:3] == ["rounds=1", f"{tried}=0.3"]
     assert "evaluate.validation=0.2" in trials and "evaluate.validation=0.2" in last
-    assert "vectorize=[seed,local.lr]" in trials and "vectorize=[seed]" in last
+    assert "curves=false" in trials and "curves=false" in last
     assert found["chosen"] == {"local.lr": "0.3"}
     assert found["validation_accuracy"] == pytest.approx(0.3 + 0.10005)
     assert found["test_accuracies"] == pytest.approx([0.3, 0.3001])
     assert json.loads((tmp_path / "out" / "chosen.json").read_text())["trials"] == 2
-
-
-@pytest.mark.parametrize(
-    "chosen, seeds, together",
-    [
-        (
-            ["local.lr=1,2", "algorithm=ifca,fedprox", "algorithm.mu=0,1"],
-            2,
-            "seed,local.lr,algorithm.mu",
-        ),
-        (["local.lr=1", "local.epochs=1,2"], 2, "seed"),
-        (["local.lr=1,2"], 1, "local.lr"),
-        (["local.lr=1"], 1, None),
-        (["local.lr=1,2", "resident=host"], 2, None),
-        (["local.lr=1,2", "algorithm._target_=mine.make"], 2, "seed"),
-        (["local.lr=1,2", "evaluate.patience=3"], 2, None),
-        (["local.lr=1,2", "vectorize=[local.lr]"], 2, None),
-    ],
-)
-def test_what_can_be_is_trained_as_one_program(chosen, seeds, together):
-    expected = [f"vectorize=[{together}]"] if together else []
-    assert tune.train_together(chosen, tuple(range(seeds))) == expected
 
 
 def test_trials_are_scored_by_the_clients_held_out_for_validation(tmp_path):

@@ -41,8 +41,8 @@ def read_map(run_dir: Path, seed: int = 0) -> ModelMap:
     """Reads the last checkpoint of a run and projects at most MAX_MODELS of its clients'
     models. Raises InputError if it holds none.
     """
-    saved = checkpoint.list_checkpoints(run_dir / "checkpoints")
-    arrays = checkpoint.load_arrays(saved[-1]) if saved else {}
+    folder = run_dir / "checkpoints"
+    arrays = checkpoint.load_arrays(folder) if checkpoint.list_steps(folder) else {}
     layers = [name.removeprefix(MODELS) for name in arrays if name.startswith(MODELS)]
     if not layers or KNOWN not in arrays:
         raise InputError(

@@ -55,8 +55,8 @@ def read_group_models(run_dir: Path, task: Task) -> tuple[Params, np.ndarray]:
     """Reads the group models [m, ...] and the groups of the clients [K] from the last
     checkpoint. Raises InputError if there is none.
     """
-    saved = checkpoint.list_checkpoints(run_dir / "checkpoints")
-    arrays = checkpoint.load_arrays(saved[-1]) if saved else {}
+    folder = run_dir / "checkpoints"
+    arrays = checkpoint.load_arrays(folder) if checkpoint.list_steps(folder) else {}
     like = jax.eval_shape(task.init, jax.random.key(0))
     names = ["[0].groups" + jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(like)]
     if any(name not in arrays for name in [*names, "[0].assignment"]):

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import json
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from fedjax_cfl.cli.names import PACKAGE
 from fedjax_cfl.cli.overrides import check_overrides
 from fedjax_cfl.cli.settings import check_sizes, collect_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
+from fedjax_cfl.client.sgd import list_loops
 from fedjax_cfl.data.datasets.pool import number_owners
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
@@ -33,9 +35,10 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
+from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
-from fedjax_cfl.simulation.program import Inputs, check_data, check_without_classes
+from fedjax_cfl.simulation.program import Inputs, Store, check_data, check_without_classes
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.system import Faults, System
@@ -46,6 +49,18 @@ from fedjax_cfl.validation import check_settings
 
 log = logging.getLogger(__name__)
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
+# what says where a run goes, or which samples it has: programs get samples as arguments
+NOT_COMPILED = ("assignments", "callbacks", "checkpoint.", "concept.", "curves", "dataset.")
+NOT_COMPILED += (
+    "logger",
+    "offline",
+    "partition.",
+    "resume",
+    "run_dir",
+    "seed",
+    "shared_samples.",
+    "evaluate.",
+)
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
@@ -444,10 +459,14 @@ def with_selection(
     return lambda select: build_algorithm(config, task, data, local, select=select)
 
 
-def find_inputs(config: dict[str, Any], setup: Setup, local: Local) -> Inputs:
+def find_inputs(
+    config: dict[str, Any], setup: Setup, local: Local, store: Store | None = None
+) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
-    traced, see `Setting`. 0 and null often leave a part out, and are compiled in. `local` is how
-    the clients of the `setup` train.
+    traced, see `Setting`. 0 and null often leave a part out, and are compiled in.
+
+    Args: `config` are all settings, resolved; `local` is how the clients of the `setup` train;
+    `store` has the programs of other runs, None: of none.
     """
     settings, given = collect_settings(config), dict(flatten_settings(config))
     values = {
@@ -463,7 +482,26 @@ def find_inputs(config: dict[str, Any], setup: Setup, local: Local) -> Inputs:
         drift = instantiate_target("drift", config["drift"], **own)
         return build_algorithm(config, setup.task, setup.data, local, values), drift
 
-    return Inputs(values, build_with)
+    return Inputs(values, build_with, describe_recipe(given, values, setup, local), store)
+
+
+def describe_recipe(
+    settings: Mapping[str, Any], values: Mapping[str, Any], setup: Setup, local: Local
+) -> str:
+    """Returns what the programs of a run are made of, besides their inputs, shapes and plan.
+
+    Args: `settings` are all, by dotted name; `values` are the inputs; `local` is how the clients
+    of the `setup` train.
+    """
+    made_of = {
+        name: value
+        for name, value in settings.items()
+        if name not in values and not name.startswith(NOT_COMPILED)
+    }
+    # sizes that are chosen by the data
+    loops = list_loops(setup.task, local, setup.data.max_client_samples)
+    sizes = local.batch_size, local.execution.width, loops
+    return json.dumps([made_of, sorted(values), sizes], default=str)
 
 
 def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -505,6 +543,20 @@ def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
     """Returns what opens each tracker that `logger` names."""
     chosen = config.get("logger") or {}
     return {name: instantiate_target(f"logger.{name}", node) for name, node in chosen.items()}
+
+
+def build_callbacks(config: dict[str, Any]) -> list[Callback]:
+    """Returns the user's own callbacks of a run, in the order of the setting `callbacks`."""
+    callbacks = []
+    for number, node in enumerate(config["callbacks"]):
+        field = f"callbacks[{number}]"
+        if not isinstance(node, dict) or "_target_" not in node:
+            raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
+        callback = instantiate_target(field, node)
+        if not isinstance(callback, Callback):
+            raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
+        callbacks.append(callback)
+    return callbacks
 
 
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:

@@ -9,6 +9,7 @@ import gc
 import logging
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.build import (
     build,
     build_algorithm,
+    build_callbacks,
     build_settings,
     build_trackers,
     find_inputs,
@@ -31,21 +33,25 @@ from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.settings import complete_settings
 from fedjax_cfl.cli.sweep import grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.errors import FinishedRun, InputError, RunError
+from fedjax_cfl.errors import FinishedRun, InputError, RunError, is_new
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
-from fedjax_cfl.runs.results import INDEX_FILE, atomic_write
+from fedjax_cfl.runs.results import INDEX_FILE
 from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
-from fedjax_cfl.runs.session import make_console, train_in_dir
+from fedjax_cfl.runs.session import make_console, train_in_dir, write_settings
 from fedjax_cfl.runs.settings import digest_data
 from fedjax_cfl.simulation.compiler import use_compile_cache
+from fedjax_cfl.simulation.program import Store
 from fedjax_cfl.simulation.setup import Setup
 
+STORE = Store()  # of all runs of a sweep, which Hydra runs in one process, one after another
 
-def run(config: DictConfig) -> None:
-    """Builds and runs one configuration in its directory, or a grid below it. Exits with
-    1 or 2 and one line on stderr where it cannot.
+
+def run(config: DictConfig) -> int:
+    """Builds and runs one configuration in its directory, or several below it; returns the exit
+    status: 0, or 1 or 2 after one line on stderr that says why. Ends the process where a signal
+    stops the run, which a sweep does not outlive.
     """
     if not gc.get_freeze_count():
         # what is imported stays: looking through it for garbage takes a tenth of tracing's time
@@ -62,31 +68,49 @@ def run(config: DictConfig) -> None:
         axes = grid_axes(resolved)
         # a cohort that was asked for is not made smaller
         may_shrink = OmegaConf.is_interpolation(config, "clients_per_round")
-        if axes:
-            status = run_grid(config, axes, run_dir, may_shrink)
+        if config["vectorize"]:
+            status = run_grid(config, axes, run_dir, may_shrink, alone)
+        elif axes:
+            status = run_series(config, axes, run_dir, may_shrink, alone)
         else:
-            status = run_one(resolved, run_dir, may_shrink)
-        if status:
+            status = run_one(resolved, list_overrides(), run_dir, may_shrink, alone)
+        if status >= 128:
             folder = run_dir if alone else run_dir.parent
             make_console().print(
                 f"the same command with run_dir={folder} goes on from there", markup=False
             )
             sys.exit(status)
+        return status
     except FinishedRun as error:
         if alone:
-            sys.exit(print_error(error))
-        print(f"{str(error).partition(';')[0]}; passed over")
-    except (RunError, OSError) as error:
-        print_error(
-            f"run_dir={run_dir}: {error.strerror or error}" if isinstance(error, OSError) else error
-        )
-        sys.exit(1)
-    except InputError as error:
+            return print_error(error)
+        pass_over(error)
+        return 0
+    except (RunError, InputError, OSError) as error:
+        status = report_failure(error, run_dir)
         if not alone:  # Hydra makes the numbered folder of a run within a sweep
             with contextlib.suppress(OSError):
                 run_dir.rmdir()
-        remove_unused(run_dir if alone else run_dir.parent)
-        sys.exit(print_error(error))
+        elif status == 2:
+            remove_unused(run_dir)
+        return status
+
+
+def report_failure(error: Exception, run_dir: Path) -> int:
+    """Prints why a run has failed, once where many runs of a command fail alike; returns its exit
+    status: 2 for bad input, or 1.
+    """
+    line = str(error)
+    if isinstance(error, OSError):
+        line = f"run_dir={run_dir}: {error.strerror or error}"
+    if is_new(line):
+        print_error(line)
+    return 2 if isinstance(error, InputError) else 1
+
+
+def pass_over(finished: FinishedRun) -> None:
+    """Says that a run of several is there already."""
+    print(f"{str(finished).partition(';')[0]}; passed over")
 
 
 class Notes(logging.Handler):
@@ -124,13 +148,81 @@ def remove_unused(folder: Path) -> None:
         parent.rmdir()
 
 
-def run_one(resolved: dict[str, Any], run_dir: Path, may_shrink: bool) -> int:
-    """Builds and runs one configuration in its directory; returns the exit status."""
+def run_one(
+    resolved: dict[str, Any],
+    overrides: list[str],
+    run_dir: Path,
+    may_shrink: bool,
+    draws: bool,
+) -> int:
+    """Builds and runs one configuration in its directory; returns the exit status.
+
+    Args: `resolved` are its settings, `overrides` those of the command line; `may_shrink`: see
+    `build.shrink_cohort`; `draws`: it has curves of its own, no other run is compared with it.
+    """
     setup, local = build(resolved, may_shrink)
-    inputs = find_inputs(resolved, setup, local)
+    inputs = find_inputs(resolved, setup, local, STORE)
     digest = digest_data(setup.data)
-    member = make_member(resolved, list_overrides(), run_dir, setup, local, digest)
+    member = make_member(resolved, overrides, run_dir, setup, local, digest, draws)
     return train_in_dir(member, setup, inputs, write_settings)
+
+
+def run_series(
+    settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool, alone: bool
+) -> int:
+    """Runs the seeds of a command one after another, by the same compiled programs, and compares
+    them; returns the exit status. Raises FinishedRun where all have been run before.
+
+    Args: `axes` has the seeds; `may_shrink`: see `build.shrink_cohort`; `alone`: the command has no
+    other runs, with which they will be compared.
+    """
+    passed, statuses, members = [], [], list_members(settings, axes, run_dir)
+    for config, overrides, folder in members:
+        try:
+            statuses.append(run_one(config, overrides, folder, may_shrink, draws=False))
+        except FinishedRun as error:
+            passed.append(error)
+            statuses.append(0)
+        except (RunError, InputError, OSError) as error:
+            statuses.append(report_failure(error, folder))
+            continue
+        write_index(run_dir, grid_points(axes))
+        if statuses[-1] >= 128:
+            return statuses[-1]
+    if len(passed) == len(members):
+        raise FinishedRun(f"run_dir={run_dir}: {str(passed[-1]).partition(': ')[2]}")
+    for finished in passed:
+        pass_over(finished)
+    return end_runs(statuses, run_dir, settings["curves"] and alone)
+
+
+def end_runs(statuses: Sequence[int], folder: Path, curves: bool) -> int:
+    """Compares the runs of a folder, if there shall be `curves`, and names those that failed, by
+    their exit statuses; returns the exit status of all.
+    """
+    failed = [str(number) for number, status in enumerate(statuses) if status]
+    if len(failed) == len(statuses):
+        remove_unused(folder)
+        return max(statuses)
+    if curves:
+        compare_runs(folder)
+    if failed:
+        print_error(
+            f"{len(failed)} of {len(statuses)} runs failed, {', '.join(failed)}; the same command"
+            f" with run_dir={folder} runs these again"
+        )
+    return max(statuses)
+
+
+def compare_runs(folder: Path) -> None:
+    """Prints and draws what compares the runs of a folder, in it. They have been written, and it
+    can be asked for again: where it fails, a line says so.
+    """
+    from fedjax_cfl.analysis import compare  # a run alone needs no pandas
+
+    attempt(
+        "the runs are not compared", lambda: compare.compare([folder], folder), without_disk=True
+    )
 
 
 def make_member(
@@ -140,18 +232,20 @@ def make_member(
     setup: Setup,
     local: Local,
     data_digest: str,
+    draws: bool,
 ) -> Member:
     """Returns one run of a session.
 
     Args: `resolved` are its settings, `overrides` those of the command line; `run_dir` is where it
     is written; `setup` is what it is made of, `local` how its clients train; `data_digest` is that
-    of the setup's data.
+    of the setup's data; `draws`: it draws curves, if its settings want them.
     """
     choices = dict(HydraConfig.get().runtime.choices)
     settings = build_settings(resolved, choices, local.execution.width, data_digest)
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
-    member = Member(settings, overrides, run_dir, trackers, extras)
-    return member._replace(draw=plot.plot_curves) if resolved["curves"] else member
+    callbacks = build_callbacks(resolved)
+    member = Member(settings, overrides, run_dir, trackers, callbacks, extras)
+    return member._replace(draw=plot.plot_curves) if draws and resolved["curves"] else member
 
 
 def list_overrides() -> list[str]:
@@ -161,8 +255,12 @@ def list_overrides() -> list[str]:
     return [str(text) for text in asked]
 
 
-def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool) -> int:
-    """Builds the runs of a grid and trains them as one program; returns the exit status."""
+def run_grid(
+    settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool, alone: bool
+) -> int:
+    """Builds the runs of a grid and trains them as one program; returns the exit status. The
+    arguments are those of `run_series`.
+    """
     described = list_members(settings, axes, run_dir)
     built: dict[int, tuple[Setup, Local]] = {}  # of each seed
     for config, _, _ in described:
@@ -177,7 +275,8 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shr
         setup, local = built[config["seed"]]
         local = local.replace(lr=config["local"]["lr"])  # which members may differ in
         digest = digests[config["seed"]]
-        members.append(make_member(config, overrides, folder, setup, local, digest))
+        of = setup, local, digest
+        members.append(make_member(config, overrides, folder, *of, draws=False))
     config = described[0][0]
     first, local = built[config["seed"]]
 
@@ -199,15 +298,8 @@ def run_grid(settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shr
             write_settings(member)
         write_index(run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
-    if not status and config["curves"]:
-        from fedjax_cfl.analysis import compare  # a run alone needs no pandas
-
-        # every run has been written: what compares them can be asked for again
-        attempt(
-            "the runs are not compared",
-            lambda: compare.compare([run_dir], run_dir),
-            without_disk=True,
-        )
+    if not status and config["curves"] and alone:
+        compare_runs(run_dir)
     return status
 
 
@@ -228,18 +320,3 @@ def list_members(
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
         members.append((complete_settings(resolve_config(own)), overrides, folder))
     return members
-
-
-def write_settings(member: Member) -> None:
-    """Writes settings and overrides to .hydra/, as Hydra itself would, so that it can read them,
-    with every setting's value instead of where it comes from.
-    """
-    folder = member.run_dir / ".hydra"
-    folder.mkdir(exist_ok=True)
-    for name, value in (
-        ("config", OmegaConf.create(member.settings.everything)),
-        ("overrides", OmegaConf.create(member.overrides)),
-        ("hydra", HydraConfig.get()),
-    ):
-        with atomic_write(folder / f"{name}.yaml") as temporary:
-            OmegaConf.save(value, temporary)

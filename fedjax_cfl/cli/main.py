@@ -99,11 +99,21 @@ def run_arguments(arguments: list[str]) -> int:
         request = precheck(given, asked, choices)
         if request.sweep:
             write_index(request.sweep.folder, request.sweep.points)
-        run_request(app, given, request)
-    if request.sweep:
-        folder = shlex.quote(str(request.sweep.folder))
-        print(f"all runs in one table: fedjax-cfl compare {folder}")
-    return 0
+        returned = run_request(app, given, request)
+    return end_sweep(request, returned) if request.sweep else returned or 0
+
+
+def end_sweep(request: Any, returned: list[list[Any]]) -> int:
+    """Ends a sweep; returns its exit status. `returned` is what Hydra got of the runs, batch by
+    batch.
+    """
+    from fedjax_cfl.cli.launch import end_runs
+
+    folder, curves = request.sweep.folder, request.config["curves"]
+    status = end_runs([job.return_value for batch in returned for job in batch], folder, curves)
+    if not curves and folder.exists():
+        print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(folder))}")
+    return status
 
 
 @contextlib.contextmanager
@@ -128,8 +138,9 @@ def show(app: Any, parser: argparse.ArgumentParser, given: argparse.Namespace) -
         app.show_info(given.info, "config", given.overrides)
 
 
-def run_request(app: Any, given: argparse.Namespace, request: Any) -> None:
-    """Runs what has been checked, or shows its settings. Raises InputError where Hydra cannot use
+def run_request(app: Any, given: argparse.Namespace, request: Any) -> Any:
+    """Runs what has been checked, or shows its settings; returns the exit status, of a sweep what
+    Hydra returns of its runs. Raises InputError where Hydra cannot use
     what the command line says of Hydra's own settings.
     """
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
@@ -137,11 +148,11 @@ def run_request(app: Any, given: argparse.Namespace, request: Any) -> None:
         if given.cfg:
             app.show_cfg("config", request.overrides, given.cfg, given.package, given.resolve)
         elif given.multirun:
-            app.multirun("config", run_config, request.overrides)
+            return app.multirun("config", run_config, request.overrides)
         elif own:
-            app.run("config", run_config, request.overrides)
+            return app.run("config", run_config, request.overrides).return_value
         else:
-            run_composed(request.config)
+            return run_composed(request.config)
     except Exception as error:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not own or run_config.__code__ in frames:
@@ -184,22 +195,22 @@ def _refuse_flag(message: str):
     )
 
 
-def run_composed(config: Any) -> None:
+def run_composed(config: Any) -> int:
     """Runs a configuration that has been composed already, as Hydra would: once."""
     from hydra.core.hydra_config import HydraConfig
 
     config.hydra.runtime.output_dir = os.getcwd()
     HydraConfig.instance().set_config(config)
-    run_config(config)
+    return run_config(config)
 
 
-def run_config(config: Any) -> None:
-    """Runs one configuration; Hydra calls it once, or once per run of a sweep, then maybe
-    in another process.
+def run_config(config: Any) -> int:
+    """Runs one configuration; returns its exit status. Hydra calls it once, or once per run of a
+    sweep, then maybe in another process.
     """
     from fedjax_cfl.cli import launch
 
-    launch.run(config)
+    return launch.run(config)
 
 
 def run_command(name: str, *arguments: str) -> int:

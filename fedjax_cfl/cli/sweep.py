@@ -1,5 +1,5 @@
-"""Several runs of one command, in numbered folders: a sweep, whose runs Hydra starts, and a grid,
-`vectorize=[...]` and `seeds=N`, whose runs are trained as one program.
+"""Several runs of one command, in numbered folders: a sweep, whose runs Hydra starts, the seeds of
+`seeds=N`, which are run like it, and a grid, `vectorize=[...]`, which is trained as one program.
 """
 
 import csv
@@ -60,8 +60,8 @@ def holds_sweep(folder: Path, points: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def grid_axes(config: dict) -> dict[str, list]:
-    """Returns the values of every setting that a configuration vectorises, the seed
-    first; {} if it is a single run.
+    """Returns the values of every setting of which a configuration has several, the seed first; {}
+    if it is a single run.
 
     `vectorize` lists NAME=V1,V2,... Raises InputError for what cannot be vectorised.
     """
@@ -80,19 +80,17 @@ def grid_axes(config: dict) -> dict[str, list]:
         found["seed"] = [config["seed"] + number for number in range(config["seeds"])]
     if found and config["coordinator"] is not None:
         raise InputError(
-            f"coordinator={config['coordinator']}: a grid of runs trains in one process; leave out"
+            f"coordinator={config['coordinator']}: several seeds run in one process; leave out"
             " vectorize and seeds"
         )
-    if found and config["resident"] == "host":
-        raise InputError(
-            "resident=host: a grid of runs trains on data that are on the devices; leave out"
-            " vectorize and seeds"
-        )
-    if found and config["evaluate"]["patience"]:
-        raise InputError(
-            f"evaluate.patience={config['evaluate']['patience']}: a grid of runs ends as one; leave"
-            " out vectorize and seeds"
-        )
+    for name, (wrong, reason) in {
+        "resident": (config["resident"] == "host", "trains on data that are on the devices"),
+        "evaluate.patience": (config["evaluate"]["patience"], "ends as one"),
+    }.items():
+        if config["vectorize"] and wrong:
+            node, _, leaf = name.rpartition(".")
+            value = config[node][leaf] if node else config[leaf]
+            raise InputError(f"{name}={value}: a grid of runs {reason}; leave out vectorize")
     for name, values in found.items():
         if len(set(values)) < len(values):
             raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")

@@ -23,10 +23,8 @@ from fedjax_cfl.analysis.trials import (
     describe,
     read_trials,
 )
-from fedjax_cfl.cli.names import GRID_SETTINGS
-from fedjax_cfl.errors import InputError, parse_arguments
+from fedjax_cfl.errors import InputError, RunError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
-from fedjax_cfl.runs.labels import parse_overrides
 from fedjax_cfl.runs.results import write_columns, write_json
 from fedjax_cfl.scores import ACCURACY
 
@@ -58,11 +56,12 @@ def tune(
     def run(part: str, chosen: list[str], seeds: tuple[int, ...]) -> list[Trial]:
         folder = out / part
         own = [f"evaluate.validation={share}", f"evaluate.part={part}", f"hydra.sweep.dir={folder}"]
-        own += [f"seed={','.join(map(str, seeds))}", *train_together(chosen, seeds)]
-        run_arguments(["-m", *chosen, *own])
+        own += [f"seed={','.join(map(str, seeds))}"] + ["curves=false"] * ("curves" not in names)
+        if run_arguments(["-m", *chosen, *own]):
+            raise RunError(f"{folder}: not all runs have ended; the same command goes on")
         return read_trials(folder)
 
-    trials = run(TRIALS, ["curves=false", *overrides], trial_seeds)
+    trials = run(TRIALS, overrides, trial_seeds)
     best = choose(trials)
     # a setting that was given as +KEY is none of the configuration, and is given as +KEY again
     given = dict(zip(names, (text.partition("=")[0] for text in overrides), strict=True))
@@ -86,21 +85,6 @@ def tune(
     show(trials, best, final)
     print(f"wrote trials.csv and chosen.json in {out}")
     return chosen
-
-
-def train_together(chosen: list[str], seeds: tuple[int, ...]) -> list[str]:
-    """Returns the override that trains as one program the seeds, and, of methods of the package,
-    the values of each setting that can be an input of it; [] where there is nothing to be trained
-    together, or `chosen` has what a grid refuses.
-    """
-    given = parse_overrides(chosen)
-    # a function of somebody's own may close over its settings, see `over_clients`
-    own = {"algorithm._target_", "personal._target_"} & given.keys()
-    several = [name for name in GRID_SETTINGS if "," in given.get(name, "") and not own]
-    together = ["seed"] * (len(seeds) > 1) + several
-    refused = {"vectorize", "coordinator", "evaluate.patience"} & given.keys()
-    alone = refused or given.get("resident") == "host"
-    return [] if alone or not together else [f"vectorize=[{','.join(together)}]"]
 
 
 def show(trials: list[Trial], best: Trial, final: Trial) -> None:

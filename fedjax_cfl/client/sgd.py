@@ -197,6 +197,15 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))
 
 
+def list_loops(task: Task, local: Local, capacity: int) -> list[int]:
+    """Returns the sizes, ascending, that the training of clients of at most `capacity` samples is
+    compiled for in sample space, with the largest in which clients are counted; [] where it is not.
+    """
+    steps = partial(count_steps, local)
+    sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
+    return [*sizes, dual_sgd.bucket_sizes(capacity)[-1]] if sizes else []
+
+
 def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
     """Takes one full-batch gradient step of one client: delta = -lr * gradient of its mean
     loss (FedSGD; gradient averaging of IFCA). Batch normalisation sees blocks of `SAMPLE_BLOCK`

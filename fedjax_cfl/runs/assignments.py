@@ -5,24 +5,20 @@ Parquet file when the run ends: a Parquet file cannot be appended to. A record o
 part is int32, little-endian: round, group [R], true group [R]; -1: none, or unknown.
 """
 
-import contextlib
-import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 
-from fedjax_cfl.errors import InputError, warn
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns
 from fedjax_cfl.runs.results import atomic_write
 
 if TYPE_CHECKING:  # JAX is not needed to read them
-    from fedjax_cfl.simulation.driver import Grouping
+    from fedjax_cfl.simulation.callback import Grouping
 
 ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
 SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
@@ -42,14 +38,6 @@ class Assignments(NamedTuple):
     concepts: np.ndarray | None  # [E, R] int32, true groups, -1 where unknown; None: all unknown
 
 
-class AssignmentLog(NamedTuple):
-    """What writes the groups of one run."""
-
-    append: "Callable[[int, Grouping], None]"  # (round, grouping): at once
-    # () -> [number of records, their SHA-256]; flushes them to the disk first
-    fingerprint: Callable[[], list[Any]]
-
-
 # writing
 
 
@@ -61,62 +49,10 @@ def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
     return np.sort(rng.choice(num_clients, most, replace=False))
 
 
-@contextlib.contextmanager
-def open_assignments(run_dir: Path, clients: np.ndarray) -> Iterator[AssignmentLog]:
-    """Yields what appends to assignments.part of a run that keeps the groups of `clients` [R].
-
-    The run does not need this file to go on: where it is removed, cut or made longer meanwhile,
-    what is left of it is written again.
-    """
-    path, size = run_dir / PART, record_size(clients)
-    with contextlib.ExitStack() as files:
-        handle = files.enter_context(path.open("a+b"))
-        held = path.read_bytes()
-        digest, written = hashlib.sha256(held), len(held) // size
-
-        def repair() -> None:
-            nonlocal handle, digest, written
-            if is_whole(handle, path, written * size):
-                return
-            handle.seek(0)  # the file that was opened, also where it has no name any more
-            held = handle.read()
-            kept = held[: size * min(written, len(held) // size)]
-            with atomic_write(path) as temporary:
-                temporary.write_bytes(kept)
-            handle = files.enter_context(path.open("a+b"))
-            if lost := written - len(kept) // size:
-                warn_lost(run_dir, f"the groups of {lost} evaluations are lost")
-            digest, written = hashlib.sha256(kept), len(kept) // size
-
-        def append(round: int, grouping: "Grouping") -> None:
-            nonlocal written
-            repair()
-            both = [np.asarray(column)[clients] for column in grouping[:2]]
-            record = np.concatenate([[round], *both]).astype("<i4").tobytes()
-            handle.write(record)
-            handle.flush()
-            digest.update(record)
-            written += 1
-
-        def fingerprint() -> list[Any]:
-            repair()
-            os.fsync(handle.fileno())
-            return [written, digest.hexdigest()]
-
-        yield AssignmentLog(append, fingerprint)
-
-
-def is_whole(handle: IO[bytes], path: Path, size: int) -> bool:
-    """Returns whether a path still names the open file, of so many bytes."""
-    there = os.fstat(handle.fileno())
-    with contextlib.suppress(OSError):
-        return os.path.samestat(there, path.stat()) and there.st_size == size
-    return False
-
-
-def warn_lost(run_dir: Path, what: str) -> None:
-    """Prints that assignments.part is not what the run has written to it."""
-    warn(f"run_dir={run_dir}: {PART} was removed or changed while the run went on; {what}")
+def pack_grouping(round: int, grouping: "Grouping", clients: np.ndarray) -> bytes:
+    """Returns a record of assignments.part, of a run that keeps the groups of `clients` [R]."""
+    both = [np.asarray(column)[clients] for column in grouping[:2]]
+    return np.concatenate([[round], *both]).astype("<i4").tobytes()
 
 
 def record_size(clients: np.ndarray) -> int:
@@ -124,60 +60,31 @@ def record_size(clients: np.ndarray) -> int:
     return 4 * (1 + 2 * clients.size)
 
 
-def verified_assignments(
-    run_dir: Path, clients: np.ndarray, step: int, fingerprint: list[Any]
-) -> bytes:
-    """Returns the records of assignments.part that a run keeps when it goes on from a
-    checkpoint. Raises InputError if they are missing or have changed since the checkpoint was
-    saved.
-
-    `clients` [R] are those whose groups it keeps; `step` is the checkpoint's round; `fingerprint`
-    is what it stores of them, [number of records, their SHA-256].
+def read_records(run_dir: Path, clients: np.ndarray) -> bytes:
+    """Returns the records of all evaluations of a run so far, of one that had finished made of its
+    table; `clients` [R] are those whose groups it keeps.
     """
-    (records, digest), path = fingerprint, run_dir / PART
+    path = run_dir / PART
     if path.is_file():
-        held = path.read_bytes()
-    else:  # the run had finished, and now has more rounds
-        found = read_assignments(run_dir)
-        held = b"" if found is None else _pack(found)
-    kept = held[: records * record_size(clients)]
-    if hashlib.sha256(kept).hexdigest() != digest and clients.size:
-        raise InputError(
-            f"run_dir={run_dir}: {PART if path.is_file() else ASSIGNMENTS_FILE} has lost or changed"
-            f" groups that the checkpoint of round {step} has recorded ({records} evaluations); put"
-            " the file back, or choose another"
-        )
-    return kept
-
-
-def _pack(found: Assignments) -> bytes:
-    """Returns the records of assignments.part."""
+        return path.read_bytes()
+    if (found := read_assignments(run_dir)) is None:
+        return b""
     concepts = np.full_like(found.groups, -1) if found.concepts is None else found.concepts
     return np.column_stack([found.rounds, found.groups, concepts]).astype("<i4").tobytes()
 
 
 def finish_assignments(
-    run_dir: Path,
-    clients: np.ndarray,
-    num_clients: int,
-    fingerprint: list[Any] | None = None,
-    run_id: str = "",
+    run_dir: Path, clients: np.ndarray, num_clients: int, run_id: str = ""
 ) -> None:
     """Turns assignments.part of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [R] of the smallest
     integers that hold them, of the `clients` [R] of all K = `num_clients`. `run_id` is noted in it.
-
-    Of a part that is not as the last checkpoint has it, by its `fingerprint`, nothing is kept,
-    with a warning.
+    Raises ValueError where the part was removed, or is not a number of whole records.
     """
     path = run_dir / PART
-    held = path.read_bytes() if path.is_file() else b""
-    if fingerprint is not None:
-        held = held[: fingerprint[0] * record_size(clients)]
-        if hashlib.sha256(held).hexdigest() != fingerprint[1] and clients.size:
-            warn_lost(run_dir, f"{ASSIGNMENTS_FILE} is not written")
-            path.unlink(missing_ok=True)
-            return
+    if not path.is_file():
+        raise ValueError(f"{PART} was removed while the run went on")
+    held = path.read_bytes()
     if clients.size and held:
         table = np.frombuffer(held, "<i4").reshape(-1, record_size(clients) // 4)
         rounds, groups, concepts = np.split(table, [1, 1 + clients.size], axis=1)
@@ -191,7 +98,7 @@ def finish_assignments(
         parquet = parquet.replace_schema_metadata(noted)
         with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
             pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
-    path.unlink(missing_ok=True)
+    path.unlink()
 
 
 def _lists(values: np.ndarray) -> pa.Array:

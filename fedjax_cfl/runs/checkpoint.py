@@ -1,15 +1,11 @@
-"""Checkpoints of a run, written whole or not at all and verified when read. Nothing
-here is a pickle.
+"""Checkpoints of a run, by Orbax's `CheckpointManager`: nothing here is a pickle.
 
-A checkpoint is a folder `<number>-step-<step>`; numbers only grow, so the newest is the
-one saved last, whatever its step:
-  arrays/          the leaves of the tree, whole rather than per device, in Orbax's format
-  large/           leaves of more than LARGE bytes, each a file of NumPy's: written and read without
-                   a second copy in memory
-  checkpoint.json  format, step, identity, facts; name, type and shape of every leaf
-  manifest.json    the SHA-256 of every other file: Orbax alone does not see a flipped byte
-It is written as `.unfinished`, flushed to the disk and renamed: a killed run leaves at
-most that one folder, for the next save to remove.
+Of each round that is kept there is a folder `<round>/`, Orbax's own, with the leaves of the tree,
+whole rather than per device, and beside it `<round>.header`, two lines: a SHA-256 of the second,
+and a JSON object with the format, what a restore must repeat (`identity`), what the run wants back
+besides arrays (`facts`), name, type and shape of every leaf, and the SHA-256 of every file of the
+folder, because Orbax alone does not see every flipped bit. The header is written last: a round
+without one was not saved to its end, and does not count.
 """
 
 import contextlib
@@ -32,15 +28,13 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import flatten_settings
-from fedjax_cfl.runs import atomic_folder
-from fedjax_cfl.runs.atomic_folder import ARRAYS, HEADER
+from fedjax_cfl.runs.regular_files import explain, hash_file, read_regular
+from fedjax_cfl.runs.results import write_text
 
-# 1: no SHA-256 of the rows, other fields of the state; 2: no SHA-256 of the groups; 3: clients
-# shuffled their samples in another way
-FORMAT = 4
-NAME = re.compile(r"(\d+)-step-\d+")
-LARGE, LARGE_ARRAYS = 2**28, "large"
-UNFINISHED = ".unfinished"  # being written or being deleted
+FORMAT = 5  # up to 4 each checkpoint was a numbered folder of the package's own
+HEADER = ".header"
+NOTHING = {"nothing": np.zeros(1)}  # Orbax refuses empty trees
+NAME = re.compile(r"(\d+)\.header")
 
 
 class Checkpoint(NamedTuple):
@@ -56,28 +50,25 @@ class Checkpoint(NamedTuple):
 
 def save(
     folder: str | Path, step: int, tree: Any, facts: dict, identity: dict, *, keep: int = 3
-) -> Path:
-    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the newest
-    checkpoint of `folder`; returns its path.
+) -> None:
+    """Saves a pytree of arrays (typed keys included) and two JSON dicts as the checkpoint of a
+    round; those of later rounds, from which the run went back, are removed.
 
     Args: `step` >= 0 is the round; `tree` has the arrays; `facts` is what the run wants back,
     as its counters; `identity` is what a restore must repeat: algorithm, model, sizes; `keep`
     >= 1 is how many checkpoints remain, the newest ones.
-    Raises RunError when it cannot be written; what was there before is untouched. One process
-    of a multi-host run saves.
+    Raises RunError when it cannot be written; earlier ones are untouched. One process of a
+    multi-host run saves.
     """
     assert keep >= 1 and step >= 0
-    folder = Path(folder).absolute()
-    named = name_leaves(tree)
-    # Orbax refuses empty arrays
-    stored = {
+    folder, named = Path(folder).absolute(), name_leaves(tree)
+    stored = {  # Orbax refuses empty arrays
         str(n): to_plain_array(name, leaf)
         for n, (name, leaf) in enumerate(named.items())
         if leaf.size
     }
     header = {
         "format": FORMAT,
-        "step": int(step),
         "identity": identity,
         "facts": facts,
         "leaves": {name: describe_leaf(leaf) for name, leaf in named.items()},
@@ -85,110 +76,117 @@ def save(
             name: str(jax.random.key_impl(leaf)) for name, leaf in named.items() if is_key(leaf)
         },
     }
-    text = atomic_folder.to_json(header)
     try:
-        path = _write(folder, header["step"], text, stored)
+        folder.mkdir(parents=True, exist_ok=True)
+        size = sum(array.nbytes for array in stored.values())
+        # Orbax notices a full disk too, but leaves threads behind that print tracebacks
+        if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if endless := [path for path in folder.rglob("*") if path.is_fifo()]:
+            raise OSError(errno.EINVAL, f"{endless[0]} in it is a pipe")
+        with open_manager(folder) as (ocp, manager):
+            for later in [there for there in manager.all_steps() if there >= step]:
+                remove(folder, manager, later)
+            manager.save(step, args=ocp.args.PyTreeSave(stored or NOTHING))
+            write_header(folder, step, header)
+            kept = list_steps(folder)[-keep:]
+            for before in [there for there in manager.all_steps() if there not in kept]:
+                remove(folder, manager, before)
     except Exception as error:  # a full disk reaches us as Orbax's ValueError as well as an OSError
         raise RunError(
-            f"checkpoint of step {step} in {folder} could not be written:"
-            f" {atomic_folder.explain(error)}"
+            f"checkpoint of round {step} in {folder} could not be written: {explain(error)}"
         ) from None
-    finally:
-        shutil.rmtree(folder / UNFINISHED, ignore_errors=True)
-    _retain(folder, keep)
-    return path
 
 
-def _write(folder: Path, step: int, text: str, stored: dict[str, np.ndarray]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    before = list_checkpoints(folder)
-    path = folder / f"{_number(before[-1]) + 1 if before else 1:06d}-step-{step}"
-    staging = folder / UNFINISHED
-    atomic_folder.remove(staging)
-    size = len(text) + sum(array.nbytes for array in stored.values())
-    # Orbax notices a full disk too, but leaves threads behind that print tracebacks
-    if shutil.disk_usage(folder).free < size + 2**20:  # metadata and whole blocks
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    staging.mkdir()
-    if large := {n: stored.pop(n) for n in [*stored] if stored[n].nbytes > LARGE}:
-        (staging / LARGE_ARRAYS).mkdir()
-        for n, array in large.items():
-            np.save(staging / LARGE_ARRAYS / f"{n}.npy", array, allow_pickle=False)
-    if stored:  # Orbax refuses an empty tree
-        with _orbax() as (ocp, checkpointer), _plain_name(staging) as plain:
-            checkpointer.save(plain / ARRAYS, args=ocp.args.PyTreeSave(stored))
-    atomic_folder.write_file(staging / HEADER, text)
-    atomic_folder.write_manifest(staging)
-    os.replace(staging, path)
-    atomic_folder.flush(folder)
-    return path
+def write_header(folder: Path, step: int, header: dict[str, Any]) -> None:
+    """Writes the header of a round whose folder is complete."""
+    files = {name: hash_file(folder / str(step) / name) for name in list_files(folder / str(step))}
+    # NaN and infinities come back as they were
+    text = json.dumps(header | {"files": files}, default=to_list) + "\n"
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    write_text(folder / f"{step}{HEADER}", f"{digest}\n{text}")
 
 
-def _retain(folder: Path, keep: int) -> None:
-    # A checkpoint leaves its name before its files go, so a killed run shows no half of one.
-    # What cannot be deleted now is tried again at the next save: the new checkpoint is safe
-    # either way.
-    with contextlib.suppress(OSError, InputError):
-        for path in list_checkpoints(folder)[:-keep]:
-            os.replace(path, folder / UNFINISHED)
-            atomic_folder.remove(folder / UNFINISHED)
+def list_files(path: Path) -> list[str]:
+    """Returns what is in a folder and is no folder itself, by its name there."""
+    inside = sorted(path.rglob("*"))
+    return [
+        one.relative_to(path).as_posix() for one in inside if one.is_symlink() or not one.is_dir()
+    ]
+
+
+def remove(folder: Path, manager: Any, step: int) -> None:
+    """Removes a checkpoint; its header goes first, so that no half of one counts. What cannot be
+    removed stays until the next save.
+    """
+    with contextlib.suppress(OSError):
+        (folder / f"{step}{HEADER}").unlink(missing_ok=True)
+        manager.delete(step)
 
 
 # reading
 
 
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Returns the checkpoints of a folder, the newest last. Raises InputError for a
-    folder that cannot be listed.
+def list_steps(folder: str | Path) -> list[int]:
+    """Returns the rounds of the checkpoints of a folder, ascending. Raises InputError for a folder
+    that cannot be listed, or that an earlier version has written.
     """
     try:
-        return sorted(
-            (path for path in Path(folder).iterdir() if NAME.fullmatch(path.name)), key=_number
-        )
+        names = [path.name for path in Path(folder).iterdir()]
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise InputError(f"checkpoints in {folder}: {atomic_folder.explain(error)}") from None
+        raise InputError(f"checkpoints in {folder}: {explain(error)}") from None
+    if old := [name for name in names if re.fullmatch(r"\d+-step-\d+", name)]:
+        raise InputError(
+            f"checkpoint {Path(folder) / old[0]}: an earlier version wrote it, format"
+            f" {FORMAT - 1} or before; go on with that version, or choose another run_dir"
+        )
+    return sorted(int(found[1]) for name in names if (found := NAME.fullmatch(name)))
 
 
-def _number(path: Path) -> int:
-    return int(path.name.partition("-")[0])
-
-
-def _step(path: Path) -> int:
-    return int(path.name.rpartition("-")[2])
-
-
-def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of one checkpoint by leaf name, verified; empty ones are left
-    out. For reading a finished run's models.
+def read_header(folder: Path, step: int) -> dict[str, Any]:
+    """Returns the header of a checkpoint. Raises ValueError if it has changed since it was
+    written.
     """
-    path = Path(path).absolute()
-    specs = read_header(path)["leaves"]
-    return _arrays(
-        path,
-        {
-            str(n): name
-            for n, (name, spec) in enumerate(specs.items())
-            if "0" not in re.findall(r"\d+", spec.partition("[")[2])
-        },
-    )
+    digest, _, text = read_regular(folder / f"{step}{HEADER}").partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != digest:
+        raise ValueError(f"{step}{HEADER} has changed since it was written")
+    return json.loads(text)
 
 
-def read_back(path: Path) -> None:
-    """Raises RunError unless a checkpoint that was just saved can be read."""
-    try:
-        load_arrays(path)
-    except Exception as error:  # whatever a disk, its names or a reader do
-        raise RunError(
-            f"checkpoint {path} was written and cannot be read back:"
-            f" {atomic_folder.explain(error)}; choose another run_dir"
-        ) from None
-
-
-def list_steps(folder: str | Path) -> list[int]:
-    """Returns the steps of the checkpoints of a folder, the newest last."""
-    return [_step(path) for path in list_checkpoints(folder)]
+def load_arrays(folder: str | Path, step: int | None = None) -> dict[str, np.ndarray]:
+    """Returns the arrays of the checkpoint of a round, None: of the last, by leaf name; empty ones
+    are left out. Raises ValueError for files that are not as they were written, or where there is
+    none.
+    """
+    folder = Path(folder).absolute()
+    if step is None:
+        step = max(list_steps(folder), default=None)
+    if step is None:
+        raise ValueError(f"there is no checkpoint in {folder}")
+    header = read_header(folder, step)
+    if list_files(folder / str(step)) != sorted(header["files"]):
+        raise ValueError("its files are not those that were written")
+    for name, digest in header["files"].items():
+        if hash_file(folder / str(step) / name) != digest:
+            raise ValueError(f"{step}/{name} has changed since it was written")
+    sizes = {name: spec.partition("[")[2].rstrip("]") for name, spec in header["leaves"].items()}
+    names = {
+        str(n): name
+        for n, (name, sides) in enumerate(sizes.items())
+        if "0" not in sides.split(", ")
+    }
+    if not names:
+        return {}
+    with open_orbax(folder) as (ocp, plain, alone):  # not all of the folder: others may be damaged
+        as_numpy = dict.fromkeys(names, ocp.RestoreArgs(restore_type=np.ndarray))
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
+            found = checkpointer.restore(
+                plain / str(step) / "default", args=ocp.args.PyTreeRestore(restore_args=as_numpy)
+            )
+    return {names[n]: array for n, array in found.items()}
 
 
 def restore_latest(
@@ -202,70 +200,47 @@ def restore_latest(
 
     Args: `like` is a pytree of arrays or ShapeDtypeStructs: NumPy leaves come back as NumPy, the
     others on the sharding they name; `identity` is as in `save`; `warn` gets a line per skipped
-    checkpoint; `until` is the latest step that counts, None: any.
+    checkpoint; `until` is the latest round that counts, None: any.
     Raises InputError if there are checkpoints and none can be read, or if the newest readable
     one is of a different run.
     """
-    found = [path for path in list_checkpoints(folder) if until is None or _step(path) <= until]
-    for path in reversed(found):
-        checkpoint, reason = _attempt(path, like, identity)
-        if checkpoint is not None:
-            return checkpoint
-        warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
-    if found:
+    folder, tried = Path(folder), 0
+    identity = json.loads(json.dumps(identity, default=to_list))  # as a header has it
+    for step in reversed(list_steps(folder)):
+        if until is not None and step > until:
+            continue
+        tried += 1
+        try:
+            return restore(folder, step, like, identity)
+        except InputError:
+            raise
+        except Exception as error:  # whatever damage does to a reader
+            path, reason = folder / str(step), explain(error)
+            warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
+    if tried:
         raise InputError(
-            f"checkpoints in {folder}: none of {len(found)} can be read; remove the folder to start"
+            f"checkpoints in {folder}: none of {tried} can be read; remove the folder to start"
             " again"
         )
     return None
 
 
-def _attempt(path: Path, like, identity: dict) -> tuple[Checkpoint | None, str]:
-    """Returns (checkpoint, "") or (None, why it cannot be read). Raises InputError for
-    a different run.
-    """
-    named, identity = name_leaves(like), json.loads(atomic_folder.to_json(identity))
-    try:
-        header = read_header(path)
-        _check_same(path, header, named, identity)
-        stored = _arrays(
-            path.absolute(),
-            {str(n): name for n, name in enumerate(header["leaves"]) if named[name].size},
-        )
-    except InputError:
-        raise
-    except Exception as error:  # whatever damage does to a reader
-        return None, atomic_folder.explain(error)
-    tree = jax.tree.unflatten(
-        jax.tree.structure(like),
-        [place_array(header, stored, name, leaf) for name, leaf in named.items()],
-    )
-    return Checkpoint(header["step"], tree, header["facts"]), ""
+def restore(folder: Path, step: int, like: Any, identity: dict) -> Checkpoint:
+    """Returns the checkpoint of one round; the arguments are those of `restore_latest`."""
+    named, header = name_leaves(like), read_header(folder, step)
+    check_same(folder / str(step), header, named, identity)
+    stored = load_arrays(folder, step)
+    leaves = [place_array(header, stored, name, leaf) for name, leaf in named.items()]
+    return Checkpoint(step, jax.tree.unflatten(jax.tree.structure(like), leaves), header["facts"])
 
 
-def _arrays(path: Path, names: dict[str, str]) -> dict[str, np.ndarray]:
-    """Returns the stored arrays by leaf name, once every file is known to be as it was written."""
-    atomic_folder.check_folder(path)
-    files = {n: path / LARGE_ARRAYS / f"{n}.npy" for n in names}
-    found = {n: np.load(file, allow_pickle=False) for n, file in files.items() if file.exists()}
-    if rest := [n for n in names if n not in found]:
-        with _orbax() as (ocp, checkpointer), _plain_name(path) as plain:
-            as_numpy = dict.fromkeys(rest, ocp.RestoreArgs(restore_type=np.ndarray))
-            found |= checkpointer.restore(
-                plain / ARRAYS, args=ocp.args.PyTreeRestore(restore_args=as_numpy)
-            )
-    return {name: found[n] for n, name in names.items()}
+def to_list(array: Any) -> Any:
+    """Returns an array as JSON has it."""
+    return array.tolist()
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Returns what checkpoint.json says. Raises ValueError if it has changed since."""
-    text = atomic_folder.read_regular(path / HEADER)
-    if hashlib.sha256(text).hexdigest() != atomic_folder.read_manifest(path)[HEADER]:
-        raise ValueError(f"{HEADER} has changed since it was written")
-    return json.loads(text)
-
-
-def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
+def check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
+    """Raises InputError for a checkpoint of a different run, or of other shapes."""
     if header["format"] != FORMAT:
         raise InputError(
             f"checkpoint {path} has format {header['format']}, this version reads {FORMAT}: go on"
@@ -292,7 +267,42 @@ def _check_same(path: Path, header: dict, named: dict[str, Any], identity: dict)
 
 
 @contextlib.contextmanager
-def _plain_name(folder: Path) -> Iterator[Path]:
+def open_manager(folder: Path) -> Iterator[tuple[Any, Any]]:
+    """Yields Orbax's module and a manager of a folder's checkpoints."""
+    with open_orbax(folder) as (ocp, plain, alone):
+        options = ocp.CheckpointManagerOptions(
+            create=False,
+            cleanup_tmp_directories=True,
+            enable_async_checkpointing=False,
+            multiprocessing_options=alone,
+        )
+        handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+        with ocp.CheckpointManager(plain, options=options, item_handlers=handler) as manager:
+            yield ocp, manager
+
+
+@contextlib.contextmanager
+def open_orbax(folder: Path) -> Iterator[tuple[Any, Path, Any]]:
+    """Yields Orbax's module, a path of the folder that it can read, and options by which this
+    process does not wait for others. It logs nothing meanwhile.
+    """
+    import orbax.checkpoint as ocp  # here: it takes a third of a second, and a run may save nothing
+    from absl import logging
+
+    mine = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
+    logger = logging.get_absl_logger()
+    # it logs a traceback for each thread of a save that fails; we report one line
+    before, logger.disabled = logger.disabled, True
+    try:
+        with plain_name(folder) as plain:
+            yield ocp, plain, alone
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def plain_name(folder: Path) -> Iterator[Path]:
     """Yields a path of a folder without *, ? and [, which Orbax would read as a pattern: where
     there are some, a link to it.
     """
@@ -305,27 +315,6 @@ def _plain_name(folder: Path) -> Iterator[Path]:
         link = Path(room) / "folder"
         link.symlink_to(folder, target_is_directory=True)
         yield link
-
-
-@contextlib.contextmanager
-def _orbax() -> Iterator[tuple[Any, Any]]:
-    """Yields the module and a checkpointer that neither waits for other hosts nor logs."""
-    import orbax.checkpoint as ocp  # here: it takes a fifth of a second, and a run may save nothing
-    from absl import logging
-
-    mine = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=mine, active_processes={mine})
-    logger = logging.get_absl_logger()
-    # it logs a traceback for each thread of a save that fails; we report one line
-    before, logger.disabled = logger.disabled, True
-    try:
-        with ocp.Checkpointer(
-            ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
-            multiprocessing_options=alone,
-        ) as checkpointer:
-            yield ocp, checkpointer
-    finally:
-        logger.disabled = before
 
 
 def name_leaves(tree: Any) -> dict[str, Any]:
@@ -362,7 +351,7 @@ def to_plain_array(name: str, leaf: Any) -> np.ndarray:
 def place_array(header: dict, stored: dict[str, np.ndarray], name: str, leaf: Any) -> Any:
     """Returns a stored array with the type and sharding of `leaf`."""
     raw = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
-    value = stored[name] if name in stored else np.zeros(raw.shape, raw.dtype)
+    value = np.asarray(stored[name]) if name in stored else np.zeros(raw.shape, raw.dtype)
     assert value.shape == raw.shape and value.dtype == raw.dtype, name
     if isinstance(leaf, np.ndarray | np.generic):
         return value if isinstance(leaf, np.ndarray) else value[()]

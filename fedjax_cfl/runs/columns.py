@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import atomic_folder
+from fedjax_cfl.runs.regular_files import explain, open_regular
 
 RUN_ID = b"run_id"  # of a file's metadata: the run that wrote it, see `settings.digest_identity`
 MAX_INTEGER = 2**31 - 1
@@ -47,7 +47,7 @@ def read_columns(
     run writes, and for the file of another run.
     """
     try:
-        with atomic_folder.open_regular(path) as handle:
+        with open_regular(path) as handle:
             table = pyarrow.parquet.read_table(handle)
             names, metadata = table.column_names, table.schema.metadata or {}
             if len(set(names)) < len(names):
@@ -61,7 +61,7 @@ def read_columns(
                 name: _read_column(name, table[name], columns.get(name, NUMBER)) for name in names
             }
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise InputError(f"{path}: cannot be read: {atomic_folder.explain(error)}") from None
+        raise InputError(f"{path}: cannot be read: {explain(error)}") from None
     written = metadata.get(RUN_ID, b"").decode(errors="replace")
     if run_id and written and written != run_id:
         raise InputError(

@@ -1,19 +1,11 @@
 """What a run prints: progress, and the final table."""
 
-import contextlib
-import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
     track,
 )
 from rich.table import Table
@@ -143,38 +135,6 @@ def title(summary: dict[str, Any]) -> str:
 
 
 LOG_SECONDS = 30  # between two lines about progress
-
-
-@contextlib.contextmanager
-def progress(
-    total_rounds: int, start: int = 0, verbose: bool = True
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields `show(row)`, which moves a progress bar on stderr to a metrics row; a plain
-    line every LOG_SECONDS where stderr is not a terminal; nothing unless `verbose`.
-    """
-    said = TextColumn("{task.description}")
-    columns = BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn()
-    terminal, shown = verbose and sys.stderr.isatty(), time.monotonic()
-    # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
-    # are further apart
-    bar = Progress(
-        *columns, console=Console(stderr=True), disable=not terminal, speed_estimate_period=3600
-    )
-    with bar:
-        task = bar.add_task("compiling", total=total_rounds, completed=start)
-
-        def show(row: dict[str, Any]) -> None:
-            nonlocal shown
-            bar.update(task, completed=row["round"])
-            speed = bar.tasks[0].speed
-            pace = f", {speed:.1f} rounds/s" if speed else ""
-            bar.update(task, description=format_progress(row) + pace)
-            if verbose and not terminal and time.monotonic() - shown >= LOG_SECONDS:
-                shown = time.monotonic()
-                line = f"fedjax-cfl: round {row['round']} of {total_rounds}, {format_progress(row)}"
-                print(line, file=sys.stderr, flush=True)
-
-        yield show
 
 
 def follow(items: Sequence[Item], what: str) -> Iterable[Item]:

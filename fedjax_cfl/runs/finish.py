@@ -1,9 +1,8 @@
 """One run of a session, and the files that are written when it has ended."""
 
-import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,15 +10,17 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_cfl.errors import warn
-from fedjax_cfl.runs import checkpoint, results
+from fedjax_cfl.errors import RunError, warn
+from fedjax_cfl.runs import results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
+from fedjax_cfl.runs.callbacks import copy_models
 from fedjax_cfl.runs.labels import find_version, name_parts
-from fedjax_cfl.runs.record import CHECKPOINTS, find_chosen, save_final
+from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, save_arrays
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.runs.trackers import Opener
 from fedjax_cfl.scores import SCORES
 from fedjax_cfl.simulation import memory
+from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData
@@ -54,13 +55,14 @@ class Member(NamedTuple):
     overrides: list[str]
     run_dir: Path
     trackers: Mapping[str, Opener]  # by name, see `trackers.py`
+    callbacks: Sequence[Callback] = ()  # the user's own
     extras: Callable[[Result], Extras] = lambda result: Extras({}, {}, {})
     draw: Callable[[Path, dict], None] = lambda run_dir, summary: None  # curves.png
     verbose: bool = True  # show progress and the final table
 
 
 def finish_run(member: Member, setup: Setup, result: Result) -> dict:
-    """Writes final/, clients.parquet, assignments.parquet, curves.png and summary.json of a
+    """Writes final.npz, clients.parquet, assignments.parquet, curves.png and summary.json of a
     finished run; returns the summary.
 
     The training is paid for: what fails besides the models and the summary is one line of
@@ -68,7 +70,7 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     """
     run_dir = member.run_dir
     run_id = digest_identity(run_identity(member.settings, setup.data))
-    save_final(run_dir, setup.algorithm, result.state, result.data, run_id, setup.scaling)
+    save_final(run_dir, setup, result, run_id)
     measured = attempt(
         "evaluate.* is not measured", lambda: member.extras(result), without_disk=True
     )
@@ -86,12 +88,11 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
         attempt(
             f"{name} is not written", lambda: results.write_clients(run_dir, table, name, run_id)
         )
-    fingerprint = find_fingerprint(run_dir, int(result.state.round))
     clients = result.data.num_clients
     recorded = member.settings.draw_recorded_clients(clients)
     attempt(
         f"{ASSIGNMENTS_FILE} is not written",
-        lambda: finish_assignments(run_dir, recorded, clients, fingerprint, run_id),
+        lambda: finish_assignments(run_dir, recorded, clients, run_id),
     )
     summary = build_summary(member, rows, setup, result) | extras.numbers
     summary |= {"run_id": run_id, "data_id": member.settings.data_digest, "clients": clients}
@@ -116,15 +117,39 @@ def attempt(what: str, call: Callable[[], Any], *, without_disk: bool = False) -
         warn(f"{what}: {reason}")
 
 
-def find_fingerprint(run_dir: Path, step: int) -> list[Any] | None:
-    """Returns what the checkpoint of the last round, `step`, says of the groups; None where it
-    does not.
+def save_final(run_dir: Path, setup: Setup, result: Result, run_id: str) -> None:
+    """Saves the models of the last round in final.npz, with what `load_run` needs to use them.
+    Raises RunError where they cannot be written.
     """
-    for path in checkpoint.list_checkpoints(run_dir / CHECKPOINTS)[-1:]:
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            header = checkpoint.read_header(path)
-            return header["facts"]["assignments"] if header["step"] == step else None
-    return None
+    data = result.data
+    facts: dict[str, Any] = {
+        "round": int(result.state.round),
+        "run_id": run_id,
+        "sample_shape": list(data.x.shape[1:]),
+        "num_classes": data.num_classes,
+        "pixels": data.pixels,
+    }
+    if data.columns is not None:
+        facts["columns"] = list(data.columns.names)
+    if data.y.ndim > 1:
+        facts["labels"] = data.y.shape[1]
+    if data.class_names is not None:
+        facts["class_names"] = list(data.class_names)
+    models = copy_models(setup.algorithm, result.state, data)
+    if setup.scaling is not None:
+        models["scaling"] = setup.scaling._asdict()
+    save_arrays(run_dir / FINAL_FILE, models, facts)
+
+
+def find_chosen(run_dir: Path, round: int) -> dict[str, np.ndarray]:
+    """Returns who was in which group in the chosen round, as `group` [K], and what each client
+    measured, by name [K]. Raises RunError where best.npz does not have that round.
+    """
+    arrays, facts = load_arrays(run_dir / BEST_FILE)
+    if facts["round"] != round:
+        raise RunError(f"{run_dir / BEST_FILE}: does not hold the chosen round, {round}")
+    begin = "['chosen']['"
+    return {name[len(begin) : -2]: arrays[name] for name in arrays if name.startswith(begin)}
 
 
 def describe_clients(

@@ -1,5 +1,5 @@
 """A grid of runs trained as one program and written as if each had run alone:
-`vectorize=[...]` and `seeds=N`.
+`vectorize=[...]`.
 """
 
 import itertools
@@ -14,8 +14,8 @@ import numpy as np
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.callbacks import CHECKPOINTS
 from fedjax_cfl.runs.finish import Member
-from fedjax_cfl.runs.record import CHECKPOINTS
 from fedjax_cfl.runs.session import (
     describe_machine,
     headline,

@@ -14,6 +14,7 @@ EXECUTION_SETTINGS = (
     "checkpoint",
     "offline",
     "curves",
+    "callbacks",
     "logger",
     "local.width",
     "local.executor",
@@ -57,12 +58,12 @@ def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     a name, as dataset.name=sensors, called that, and one whose `_target_` it gave, as
     my_file.MyModel.
     """
-    given = parse_overrides(overrides)
+    asked_for = parse_overrides(overrides)
     called = {
-        part: given[setting].strip("'\"")
+        part: asked_for[setting].strip("'\"")
         for part in names
         for setting in (TARGET_SETTINGS.get(part), f"{part}.name")  # of both the name counts
-        if setting and given.get(setting)
+        if setting and asked_for.get(setting)
     }
     return {**names, **called}
 

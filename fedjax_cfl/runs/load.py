@@ -1,14 +1,7 @@
 """A finished run, read back: settings, rows, clients and models that predict.
 
-Models are in two folders of the run directory, `final/` (the last round) and `best/` (the
-best evaluation), each a checkpoint as `runs/checkpoint.py` describes it: arrays in Orbax's
-format, JSON beside them, and the SHA-256 of every file. No pickle. The leaves are
-`['models'][...]` [M, ...], the parameters of every model that a client may be served, and
-`['index']` [K] int32, which of them each client uses, -1: none. A run whose clients mix all
-models also has `['weights']` [K, M], see `ServedModels`, and may have `['label_shares']` [M, C].
-One whose samples were standardised has `['scaling']` in `final/`, see `data.scaling`.
-`final/` also says in its facts what samples look like: sample_shape, num_classes, whether they were
-pixels (uint8), the names of their columns, if they have any, and, of labels, how many they are.
+Its models are in two files, final.npz (the last round) and best.npz (the best evaluation), see
+`saved_models`.
 
 Only the package's own models are built from a run's settings. Your own module is an
 argument, so that reading a directory imports nothing that it names.
@@ -16,8 +9,7 @@ argument, so that reading a directory imports nothing that it names.
 
 import functools
 import importlib
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,18 +17,17 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax import lax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
-from fedjax_cfl.data.datasets.pool import MAX_CLASSES, check_pool, read_features, to_float32
+from fedjax_cfl.data.datasets.pool import check_pool, read_features, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import clean_name, name_columns
 from fedjax_cfl.models import as_task, multilabel, regression
-from fedjax_cfl.runs import atomic_folder, checkpoint
 from fedjax_cfl.runs.assignments import Assignments
-from fedjax_cfl.runs.record import BEST, FINAL, MIXTURE
+from fedjax_cfl.runs.callbacks import MIXTURE
+from fedjax_cfl.runs.regular_files import explain
 from fedjax_cfl.runs.results import (
     CLIENTS_FILE,
     SUMMARY_FILE,
@@ -44,15 +35,14 @@ from fedjax_cfl.runs.results import (
     read_settings,
     read_summary,
 )
+from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, nest_arrays
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.tasks import Targets, count_outputs, kind_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Pool, Task
-from fedjax_cfl.validation import INT32_MAX
 
 BLOCK = 256  # samples per forward pass
 OWN_MODELS = "fedjax_cfl.models."
-PART = re.compile(r"\['([^']+)'\]")  # of a leaf's name
 
 
 class SavedModels(NamedTuple):
@@ -306,26 +296,34 @@ def load_run(
     """
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
-    final, facts = read_models(run_dir / FINAL)
+    final, facts = read_models(run_dir / FINAL_FILE)
+    if summary is not None and final is None and (run_dir / "final").is_dir():
+        raise InputError(
+            f"run_dir={run_dir}: an earlier version of fedjax-cfl wrote its models; read it with"
+            " that version, or run it again"
+        )
     if summary is None or final is None or facts is None or not rows:
         raise InputError(
             f"run_dir={run_dir}: the run has not finished and has no final models; the command"
             " that began it goes on with it"
         )
-    best, best_facts = read_models(run_dir / BEST)
-    for folder, found in ((FINAL, facts), (BEST, best_facts)):
+    best, best_facts = read_models(run_dir / BEST_FILE)
+    for name, found in ((FINAL_FILE, facts), (BEST_FILE, best_facts)):
         if found is not None and found.get("run_id") != summary.get("run_id"):
             raise InputError(
-                f"{run_dir / folder}: holds models of another run than {SUMMARY_FILE}; put back the"
-                " folder that this run has written"
+                f"{run_dir / name}: holds models of another run than {SUMMARY_FILE}; put back the"
+                " file that this run has written"
             )
     settings = read_settings(run_dir)
-    shape, classes, names, labels = check_facts(run_dir / FINAL, facts)
-    columns = facts.get("columns") and tuple(facts["columns"])
+    shape, classes = tuple(facts["sample_shape"]), facts["num_classes"]
+    names, columns = (facts.get(name) and tuple(facts[name]) for name in ("class_names", "columns"))
     scaling = final.scaling
     if scaling is not None and not scaling.fits(shape, final.model_index.size):
-        raise InputError(f"{run_dir / FINAL}: its scaling does not fit samples of shape {shape}")
-    targets, outputs = find_targets(run_dir, settings, classes, targets), labels or max(classes, 1)
+        raise InputError(
+            f"{run_dir / FINAL_FILE}: its scaling does not fit samples of shape {shape}"
+        )
+    targets = find_targets(run_dir, settings, classes, targets)
+    outputs = facts.get("labels") or max(classes, 1)
     module = module or build_module(settings["model"]["module"], outputs)
     task = as_task(module, shape, classes, 0, targets)
     for models in (final, best):
@@ -338,34 +336,6 @@ def load_run(
     table, assignments = tables.clients, tables.assignments
     run = settings, summary, rows, table, assignments, final, best, task, shape, classes, names
     return LoadedRun(*run, outputs, columns, facts.get("pixels"))
-
-
-def check_facts(
-    folder: Path, facts: dict[str, Any]
-) -> tuple[tuple[int, ...], int, tuple[str, ...] | None, int]:
-    """Returns the sample shape, the number of classes and their names, None: they have none, and
-    the number of labels, 0: there are none, of the last models of a run. Raises InputError for
-    what no run writes.
-    """
-    shape, classes = facts.get("sample_shape"), facts.get("num_classes")
-    names, labels = facts.get("class_names"), facts.get("labels", 0)
-    known = {
-        "sample_shape": isinstance(shape, list)
-        and 0 < len(shape) < 33
-        and all(type(size) is int and 0 < size <= INT32_MAX for size in shape),
-        "num_classes": type(classes) is int and 0 <= classes <= MAX_CLASSES,
-        "labels": type(labels) is int and 0 <= labels <= MAX_CLASSES and not (labels and classes),
-        "class_names": names is None or are_names(names, classes),
-        "columns": facts.get("columns") is None
-        or (are_names(facts["columns"], INT32_MAX) and shape == [len(facts["columns"])]),
-        "pixels": facts.get("pixels") in (None, False, True),
-    }
-    for name, holds in known.items():
-        if not holds:
-            said = repr(facts.get(name, "absent"))[:60]
-            raise InputError(f"{folder}: {name} is {said}, expected what a run writes")
-    assert isinstance(shape, list) and type(classes) is int
-    return tuple(shape), classes, None if names is None else tuple(names), labels
 
 
 def find_targets(
@@ -394,75 +364,26 @@ def find_targets(
     return found
 
 
-def are_names(names: Any, classes: Any) -> bool:
-    """Returns whether names can be those of classes 0, 1, ..., or of columns: all different."""
-    known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return known and len(set(names)) == len(names) and 0 < len(names) <= classes
-
-
-def read_models(folder: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
-    """Returns the newest models of a folder and their facts; (None, None) where there are
-    none. Raises InputError if they are damaged.
+def read_models(path: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
+    """Returns the models of a file and its facts; (None, None) where there is none. Raises
+    InputError if it is damaged.
     """
-    found = checkpoint.list_checkpoints(folder)
-    if not found:
+    if not path.exists():
         return None, None
     try:
-        header = checkpoint.read_header(found[-1])
-        if header["format"] not in range(1, checkpoint.FORMAT + 1):
-            raise ValueError(
-                f"it has format {header['format']}, and this version reads up to"
-                f" {checkpoint.FORMAT}; use the version that wrote it"
-            )
-        step, facts = header["step"], header["facts"]
-        if type(step) is not int or not isinstance(facts, dict):
-            raise ValueError("its step is no whole number, or its facts are no JSON object")
-        arrays = checkpoint.load_arrays(found[-1])
+        arrays, facts = load_arrays(path)
         index = arrays.pop("['index']")
         weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
         tree = nest_arrays(arrays)
         models, scaling = tree["models"], tree.get("scaling") and Scaling(**tree["scaling"])
-        _check_models(models, index)
-        _check_mixture(len(jax.tree.leaves(models)[0]), index, weights, label_shares)
+        total = {len(leaf) for leaf in jax.tree.leaves(models)}
+        if len(total) != 1 or (index.size and not -1 <= index.min() <= index.max() < max(total)):
+            raise ValueError("its index names models that it does not have")
     except KeyError as error:
-        raise InputError(f"{found[-1]}: cannot be read: it has no {error}") from None
+        raise InputError(f"{path}: cannot be read: it has no {error}") from None
     except Exception as error:  # whatever damage does to a reader
-        raise InputError(f"{found[-1]}: cannot be read: {atomic_folder.explain(error)}") from None
-    return SavedModels(step, models, index, weights, label_shares, scaling), facts
-
-
-def _check_models(models: Params, index: np.ndarray) -> None:
-    """Raises ValueError unless models [M, ...] and the index [K] into them are as in
-    `SavedModels`.
-    """
-    leaves = jax.tree.leaves(models)
-    counts = {leaf.shape[:1] for leaf in leaves}
-    if len(counts) != 1 or not min(counts) or min(counts)[0] < 1:
-        raise ValueError("its models are not equally many in all parameters")
-    if any(leaf.dtype.kind != "f" for leaf in leaves):
-        raise ValueError("its models have parameters that are no floating-point numbers")
-    if index.ndim != 1 or index.dtype.kind not in "iu":
-        raise ValueError("its index is no list of whole numbers")
-    if index.size and not -1 <= index.min() <= index.max() < min(counts)[0]:
-        raise ValueError(f"its index names models that are not among {min(counts)[0]}")
-
-
-def _check_mixture(
-    total: int, index: np.ndarray, weights: np.ndarray | None, label_shares: np.ndarray | None
-) -> None:
-    """Raises ValueError unless what a mixture of `total` models has is as in `SavedModels`."""
-    if weights is not None:
-        if weights.shape != (index.size, total) or weights.dtype.kind != "f":
-            raise ValueError("its weights are not one number for each client and model")
-        used = weights[index >= 0]
-        if not (used >= 0).all() or not np.allclose(used.sum(1), 1, atol=1e-3):
-            raise ValueError("its weights of a client are not shares of 1")
-    if label_shares is not None:
-        shape = (total, label_shares.shape[-1] if label_shares.ndim else 0)
-        if weights is None or label_shares.shape != shape or label_shares.dtype.kind != "f":
-            raise ValueError("its label shares are not a row for each model of a mixture")
-        if not (label_shares > 0).all() or not np.isfinite(label_shares).all():
-            raise ValueError("its label shares are not all above 0")
+        raise InputError(f"{path}: cannot be read: {explain(error)}") from None
+    return SavedModels(facts["round"], models, index, weights, label_shares, scaling), facts
 
 
 def check_weights(weights: Any, total: int) -> np.ndarray:
@@ -507,11 +428,6 @@ def _instantiate(node: Any) -> Any:
     own = {str(key): value for key, value in node.items()}
     values = {key: _instantiate(value) for key, value in own.items() if not key.startswith("_")}
     return functools.partial(function, **values)
-
-
-def nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tree of leaves that are named ['a']['b']."""
-    return unflatten_dict({tuple(PART.findall(name)): leaf for name, leaf in arrays.items()})
 
 
 def _check_fit(run_dir: Path, task: Task, models: Params) -> None:

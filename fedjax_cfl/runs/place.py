@@ -13,9 +13,11 @@ from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import atomic_folder, checkpoint
-from fedjax_cfl.runs.load import LoadedRun, SavedModels, nest_arrays
-from fedjax_cfl.runs.record import CHECKPOINTS
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.callbacks import CHECKPOINTS
+from fedjax_cfl.runs.load import LoadedRun, SavedModels
+from fedjax_cfl.runs.regular_files import explain
+from fedjax_cfl.runs.saved_models import nest_arrays
 from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.types import Partition, Pool
 
@@ -56,7 +58,7 @@ def read_descriptions(folder: Path, run: LoadedRun) -> tuple[Descriptions, jax.A
     of the last checkpoint in a folder. Raises InputError where it is not there or damaged.
     """
     try:
-        stored = checkpoint.load_arrays(checkpoint.list_checkpoints(folder)[-1])
+        stored = checkpoint.load_arrays(folder)
         parts = {name.removeprefix(MEMORY): jnp.asarray(value) for name, value in stored.items()}
         extractor = {name: parts[name] for name in parts if name.startswith("extractor")}
         memory = Descriptions(
@@ -70,5 +72,5 @@ def read_descriptions(folder: Path, run: LoadedRun) -> tuple[Descriptions, jax.A
     except Exception as error:  # whatever damage does to a reader
         raise InputError(
             f"{folder}: the last checkpoint, by which clients without labels are placed, cannot be"
-            f" read: {atomic_folder.explain(error)}; give y"
+            f" read: {explain(error)}; give y"
         ) from None

@@ -8,7 +8,6 @@ temporary name and then renamed, so that no reader sees half a file.
 
 import contextlib
 import csv
-import hashlib
 import json
 import math
 import os
@@ -23,8 +22,8 @@ import yaml
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
-from fedjax_cfl.runs import atomic_folder
 from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
+from fedjax_cfl.runs.regular_files import read_regular
 from fedjax_cfl.scores import SCORES, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
@@ -149,7 +148,7 @@ def open_metrics(run_dir: str | Path) -> IO[str]:
     handle = path.open("a+b")
     handle.seek(0)
     lines = handle.read().splitlines(keepends=True)
-    torn = bool(lines) and _parse(lines[-1]) is None
+    torn = bool(lines) and parse_row(lines[-1]) is None
     if torn:
         handle.truncate(sum(map(len, lines[:-1])))
     elif lines and not lines[-1].endswith(b"\n"):
@@ -158,20 +157,16 @@ def open_metrics(run_dir: str | Path) -> IO[str]:
     return path.open("a", encoding="utf-8")
 
 
-def append_row(handle: IO[str], row: dict[str, Any]) -> str:
-    """Appends one row and flushes, so that a killed run loses at most the row it was
-    writing; returns what it wrote.
-    """
-    line = json.dumps(to_plain(row), allow_nan=False) + "\n"
-    handle.write(line)
+def append_row(handle: IO[str], row: dict[str, Any]) -> None:
+    """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
+    handle.write(json.dumps(to_plain(row), allow_nan=False) + "\n")
     handle.flush()
-    return line
 
 
 # reading
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def parse_row(line: bytes) -> dict[str, Any] | None:
     """Returns a row, {} for JSON that is no row, and None for what is no JSON."""
     try:
         row = json.loads(line)
@@ -195,7 +190,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines(keepends=True)
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
-        row = _parse(line)
+        row = parse_row(line)
         if row is None and number == len(lines) and not line.endswith(b"\n"):
             break  # a killed run was writing it
         if not row:
@@ -232,21 +227,6 @@ def check_numbers(where: str, holder: dict[str, Any], names: Iterable[str] | Non
                 )
 
 
-def verified_rows(run_dir: str | Path, step: int, rows: int, digest: str) -> bytes:
-    """Returns the first `rows` lines of metrics.jsonl. Raises InputError unless their SHA-256 is
-    `digest`, as the checkpoint of round `step` stores it.
-    """
-    path = Path(run_dir) / METRICS_FILE
-    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
-    kept = b"".join(lines[:rows])
-    if hashlib.sha256(kept).hexdigest() != digest:
-        raise InputError(
-            f"run_dir={run_dir}: {METRICS_FILE} has lost or changed rows that the checkpoint of"
-            f" round {step} has recorded ({rows} rows); put the file back, or choose another"
-        )
-    return kept
-
-
 def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
     """Reads summary.json, or returns None where the run has not finished."""
     path = Path(run_dir) / SUMMARY_FILE
@@ -281,7 +261,7 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
     """Reads every setting of a run, nested as in conf/."""
     path = Path(run_dir) / ".hydra" / "config.yaml"
     try:
-        settings = yaml.load(atomic_folder.read_regular(path), PlainLoader)
+        settings = yaml.load(read_regular(path), PlainLoader)
         if not isinstance(settings["model"]["module"], dict):
             raise ValueError("model.module is no group of settings")
         return settings

@@ -11,14 +11,14 @@ import numpy as np
 from fedjax_cfl import distributed
 from fedjax_cfl.errors import FinishedRun, InputError, warn
 from fedjax_cfl.formatting import flatten_settings
-from fedjax_cfl.runs.assignments import PART, verified_assignments
-from fedjax_cfl.runs.checkpoint import Checkpoint, list_checkpoints, restore_latest
-from fedjax_cfl.runs.record import CHECKPOINTS
-from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, read_summary, verified_rows
+from fedjax_cfl.runs.assignments import PART, read_records, record_size
+from fedjax_cfl.runs.callbacks import CHECKPOINTS
+from fedjax_cfl.runs.checkpoint import Checkpoint, list_steps, restore_latest
+from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, parse_row, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.runs.settings import RunSettings, run_identity
 from fedjax_cfl.sharding import place
-from fedjax_cfl.simulation.driver import Snapshot
+from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.rounds import state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
 from fedjax_cfl.simulation.setup import Setup
@@ -77,8 +77,7 @@ def resume_run(
     """Returns where an unfinished run of this directory stands, with its metrics cut
     back to that round, or None to begin.
 
-    That is the newest checkpoint that can be read and whose rows are still there; groups that
-    have gone are warned of.
+    That is the newest checkpoint that can be read and whose rows are still there.
     `say` gets the line that says so. With `until`, only the newest readable checkpoint up to that
     round is tried.
     Raises InputError if the directory belongs to another run, if the run has finished or
@@ -92,7 +91,7 @@ def resume_run(
         arrays = make_host_arrays(like) if jax.process_count() > 1 else like
         return restore_latest(folder, arrays, run_identity(settings, data), warn, until)
 
-    found = restore(until) if list_checkpoints(folder) else None
+    found = restore(until) if list_steps(folder) else None
     if found is None and until is not None:
         raise InputError(f"run_dir={run_dir}: no checkpoint of round {until} or before can be read")
     if found is None:
@@ -100,18 +99,14 @@ def resume_run(
         return None
     if until is None and has_ended(settings, run_dir, found.step):
         raise FinishedRun(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
-    refused, kept = None, {}
-    while not kept:
-        try:
-            kept = find_verified(run_dir, settings, data, found)
-        except InputError as error:
-            refused = refused or error
-            older = restore(found.step - 1) if until is None else None
-            if older is None:
-                raise refused from None
-            found = older
-    if refused:
-        lost = str(refused).partition(";")[0]
+    lost = f"run_dir={run_dir}: {METRICS_FILE} has lost rows before round {found.step}"
+    newest = found.step
+    while (kept := cut_rows(run_dir, settings, data, found)) is None:
+        older = restore(found.step - 1) if until is None and found.step else None
+        if older is None:
+            raise InputError(f"{lost}; put the file back, or choose another")
+        found = older
+    if found.step < newest:
         warn(f"{lost}; goes on from round {found.step}, whose rows are there")
     for name, content in kept.items():
         with atomic_write(run_dir / name) as temporary:
@@ -133,21 +128,25 @@ def clear_unsaved(settings: RunSettings, run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def find_verified(
+def cut_rows(
     run_dir: Path, settings: RunSettings, data: FederatedData, found: Checkpoint
-) -> dict[str, bytes]:
-    """Returns what a run keeps of its files, by name, when it goes on from a checkpoint. Raises
-    InputError if its rows have changed since the checkpoint was saved.
+) -> dict[str, bytes] | None:
+    """Returns what a run keeps of its files, by name, when it goes on from a checkpoint: as many
+    rows, and groups, as there were then. None: the last of these rows is not there. Fewer groups
+    are warned of.
     """
-    step, facts = found.step, found.facts
+    count, path = found.facts["rows"], run_dir / METRICS_FILE
+    lines = path.read_bytes().splitlines(keepends=True)[:count] if path.is_file() else []
+    last = parse_row(lines[-1]) if lines else None
+    if len(lines) < count or (last and last["round"] != found.step) or (count and not last):
+        return None
     clients = settings.draw_recorded_clients(data.num_clients)
-    rows = verified_rows(run_dir, step, *facts["metrics"])
-    try:
-        groups = verified_assignments(run_dir, clients, step, facts["assignments"])
-    except InputError as error:  # the training is paid for, and does not need them
-        warn(f"{str(error).partition(';')[0]}; goes on without the groups before round {step}")
-        groups = b""
-    return {METRICS_FILE: rows, PART: groups}
+    size = found.facts["groups"] * record_size(clients)
+    records = read_records(run_dir, clients)
+    if len(records) < size:  # the training is paid for, and does not need them
+        warn(f"run_dir={run_dir}: groups are lost; goes on without those before {found.step}")
+        records = b""
+    return {METRICS_FILE: b"".join(lines), PART: records[:size]}
 
 
 def sync_resume(

@@ -1,17 +1,14 @@
 """One run in its directory: files, checkpoints, signals and resuming. Knows nothing of Hydra."""
 
 import contextlib
-import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 import yaml
 from jax.sharding import Mesh
 from rich.console import Console
@@ -19,20 +16,19 @@ from rich.console import Console
 from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
-from fedjax_cfl.formatting import escape_markup
-from fedjax_cfl.runs.choice import Standing, stand
-from fedjax_cfl.runs.display import print_summary, progress
+from fedjax_cfl.formatting import escape_markup, flatten_settings
+from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, stand
+from fedjax_cfl.runs.display import print_summary
 from fedjax_cfl.runs.finish import Member, finish_run
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.record import Record, open_record
 from fedjax_cfl.runs.results import SUMMARY_FILE, read_metrics, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
-from fedjax_cfl.runs.settings import RunSettings, run_identity
-from fedjax_cfl.runs.trackers import open_trackers
-from fedjax_cfl.scores import find_score
-from fedjax_cfl.simulation.driver import Grouping, Result, Snapshot, Snapshots, drive
+from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
+from fedjax_cfl.runs.trackers import Trackers
+from fedjax_cfl.simulation.callback import RunInfo, Snapshot
+from fedjax_cfl.simulation.driver import Watch, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
@@ -58,12 +54,15 @@ def train_in_dir(
 
 
 def write_settings(member: Member) -> None:
-    """Writes settings and what was asked for to .hydra/, as the command line does."""
+    """Writes settings, every one with its value, and overrides to .hydra/, where Hydra's own
+    tools look for them.
+    """
     folder = member.run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
     asked = {"config": member.settings.everything, "overrides": member.overrides}
     for name, value in asked.items():
-        write_text(folder / f"{name}.yaml", yaml.safe_dump(to_plain(value), sort_keys=False))
+        text = yaml.safe_dump(to_plain(value), sort_keys=False)
+        write_text(folder / f"{name}.yaml", text)
 
 
 def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapshot | None) -> int:
@@ -85,9 +84,8 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     def compile_program(plan: Plan) -> Program:
         return compile_run(setup, key, plan, fresh, inputs)
 
-    status, summaries = train_members(
-        [member], [setup], compile_program, None if start is None else [start]
-    )
+    starts = None if start is None else [start]
+    status, summaries = train_members([member], [setup], compile_program, starts)
     for summary in summaries:
         print_summary(settings, member.run_dir, setup.algorithm, summary, console)
     return status
@@ -139,9 +137,15 @@ def train_members(
     if starts and has_ended_early(settings, run_dir):  # killed before it was finished
         plan = plan._replace(rounds=int(starts[0].state.round))
     try:
-        with catch_signals() as asked:
+        with catch_signals() as asked, contextlib.ExitStack() as files:
             program = compile_program(plan)
-            found = record_rounds(members, setups, program, plan, starts, asked)
+            watches = [
+                watch_run(member, setup, start, len(members), asked, files)
+                for member, setup, start in zip(
+                    members, setups, starts or [None] * len(members), strict=True
+                )
+            ]
+            found = drive(program, plan, starts, watches)
             done = int(found[0].state.round)
             if done < plan.rounds and not has_ended_early(settings, run_dir):
                 make_console(members[0].verbose).print(f"stopped after round {done}")
@@ -160,6 +164,45 @@ def train_members(
         if not isinstance(error, InputError):
             distributed.end_if_alone(error)
         raise
+
+
+def watch_run(
+    member: Member,
+    setup: Setup,
+    start: Snapshot | None,
+    together: int,
+    signals: list[int],
+    files: contextlib.ExitStack,
+) -> Watch:
+    """Returns the callbacks of a run, in process 0; the others only see whether it is stopped.
+
+    Args: `start` is where it stands, None: it begins; so many runs are trained `together`;
+    `signals` are those that have come; files are closed with `files`.
+    """
+    if not distributed.is_primary():
+        return Watch([Interrupt(signals)])
+    settings, run_dir = member.settings, member.run_dir
+    begun = int(start.state.round) if start else 0
+    if together > 1:  # a grid that is killed while it saves goes on from the last that all have
+        every = settings.checkpoint
+        settings = settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
+    if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
+        (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
+    identity = run_identity(member.settings, setup.data)
+    clients = settings.draw_recorded_clients(setup.data.num_clients)
+    rows = Rows(run_dir, clients, files)
+    judged = settings.patience or settings.choose == "best_validation"
+    callbacks = [
+        *([Validation(settings, read_metrics(run_dir))] if judged else []),
+        rows,
+        Trackers(member.trackers, files),
+        *member.callbacks,
+        Log(settings, member.verbose, files),
+        Interrupt(signals),
+        Checkpoints(settings, setup, rows, identity, digest_identity(identity)),
+    ]
+    everything = dict(flatten_settings(settings.everything))
+    return Watch(callbacks, RunInfo(run_dir, everything, begun))
 
 
 @contextlib.contextmanager
@@ -206,106 +249,6 @@ def catch_signals() -> Iterator[list[int]]:
         os.close(listening)
 
 
-def record_rounds(
-    members: Sequence[Member],
-    setups: Sequence[Setup],
-    program: Program,
-    plan: Plan,
-    starts: Sequence[Snapshot] | None,
-    asked: list[int],
-) -> list[Result]:
-    """Runs the rounds and writes rows and checkpoints; returns each member's result.
-    Args: `starts` of each member, None: they begin; `asked` are the signals caught so far: with
-    one, all stop after the next block; the others are those of `drive`.
-    """
-    begun, settings = int(starts[0].state.round) if starts else 0, members[0].settings
-    standings = [stand(read_metrics(each.run_dir) if starts else ()) for each in judged(members)]
-    with contextlib.ExitStack() as files:
-        records, trackers, show = [], [], lambda row: None
-        if distributed.is_primary():
-            opened = [
-                open_outputs(files, member, setup, begun, alone=len(members) == 1)
-                for member, setup in zip(members, setups, strict=True)
-            ]
-            records, trackers = zip(*opened, strict=True)
-            show = files.enter_context(progress(plan.rounds, begun, members[0].verbose))
-
-        def on_start(snapshots: Snapshots) -> None:
-            if not starts:  # from now on the directories are known to be these runs'
-                snapshots = gather_snapshots(snapshots)
-                for record, locate in zip(records, snapshots, strict=bool(records)):
-                    record.save(locate())
-
-        def on_rows(rows: list[dict], groupings: list[Grouping], snapshots: Snapshots) -> bool:
-            ends = judge(rows, standings, settings)
-            for record, row, grouping in zip(records, rows, groupings, strict=bool(records)):
-                record.write(row, grouping)
-            for track, row in zip(trackers, rows, strict=bool(trackers)):
-                track(row)
-            name = find_score(rows[0]).name
-            scores = [row[name] for row in rows if row[name] is not None]
-            show(rows[0] | {name: float(np.mean(scores)) if scores else None})
-            # only now: a signal that came while the rows were written still stops here; one
-            # that comes later stops after the next block, so that nothing stops unsaved
-            stop = distributed.any_process(bool(asked) or ends)
-            wanted = any(r.wants(row) for r, row in zip(records, rows, strict=bool(records)))
-            if distributed.any_process(wanted) or stop:
-                snapshots = gather_snapshots(snapshots)
-                for record, row, locate in zip(records, rows, snapshots, strict=bool(records)):
-                    record.save_if_due(row, locate, stop)
-            return stop
-
-        return drive(program, plan, starts, on_start, on_rows)
-
-
-def judged(members: Sequence[Member]) -> Sequence[Member]:
-    """Returns the runs whose rounds are judged on validation samples: all or none."""
-    settings = members[0].settings
-    return members if settings.patience or settings.choose == "best_validation" else ()
-
-
-def judge(rows: list[dict[str, Any]], standings: list[Standing], settings: RunSettings) -> bool:
-    """Enters the `rows` of a test into the standings of the runs that are judged, and the round
-    chosen so far into the rows; returns whether the runs end there.
-    """
-    for member in range(len(standings)):
-        standings[member] = standings[member].follow(rows[member])
-        if settings.choose == "best_validation":
-            rows[member]["chosen_round"] = standings[member].round
-    return any(standing.ends(settings.patience) for standing in standings)
-
-
 def has_ended_early(settings: RunSettings, run_dir: Path) -> bool:
     """Returns whether the rows of a run say that it ends where they do."""
     return settings.patience > 0 and stand(read_metrics(run_dir)).ends(settings.patience)
-
-
-def open_outputs(
-    files: contextlib.ExitStack, member: Member, setup: Setup, begun: int, alone: bool
-) -> tuple[Record, Callable[[dict[str, Any]], None]]:
-    """Returns what writes the files of one member, and what gives its rows to its trackers; both
-    are closed with `files`.
-
-    Args: `begun` is the round after which the run begins, or goes on; `alone`: no other run is
-    trained with it.
-    """
-    settings = member.settings
-    if not alone:  # a grid that is killed while it saves goes on from the last that all have
-        every = settings.checkpoint
-        settings = settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
-    identity = run_identity(member.settings, setup.data)
-    if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
-        (member.run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    record = open_record(settings, member.run_dir, setup, identity, begun)
-    tracked = open_trackers(member.trackers, member.run_dir, settings.everything, begun)
-    return files.enter_context(record), files.enter_context(tracked)
-
-
-def gather_snapshots(snapshots: Snapshots) -> Snapshots:
-    """Returns the snapshots; of several processes taken at once, because each holds a share of
-    them.
-    """
-    if jax.process_count() == 1:
-        return snapshots
-    taken = [locate() for locate in snapshots]
-    return [functools.partial(lambda snapshot: snapshot, snapshot) for snapshot in taken]

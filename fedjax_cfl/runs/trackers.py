@@ -9,13 +9,13 @@ import importlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from fedjax_cfl.errors import InputError, warn
-from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.results import to_plain
+from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Take
 
 
 class Tracker(NamedTuple):
@@ -25,47 +25,46 @@ class Tracker(NamedTuple):
     close: Callable[[], None]
 
 
-class TrackedRun(NamedTuple):
-    """What a tracker is opened with."""
-
-    run_dir: Path
-    settings: dict[str, Any]  # by dotted name
-    begun: int  # the last round that an earlier part of the run has recorded, 0: none
+Opener = Callable[[RunInfo], Tracker]
 
 
-Opener = Callable[[TrackedRun], Tracker]
+class Trackers(Callback):
+    """Gives the numbers of each row to every tracker that still works."""
 
+    def __init__(self, openers: Mapping[str, Opener], files: contextlib.ExitStack):
+        """`openers` make each tracker, by name; trackers are closed with `files`."""
+        self.openers, self.trackers, self.files = openers, {}, files
 
-@contextlib.contextmanager
-def open_trackers(
-    openers: Mapping[str, Opener], run_dir: Path, settings: dict[str, Any], begun: int
-) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields log(row), which gives a row to every tracker that still works."""
-    run, trackers = TrackedRun(run_dir, dict(flatten_settings(settings)), begun), {}
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False
 
-    def attempt(name: str, call: Callable[[], Any]) -> Any:
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Opens the trackers."""
+        for name, opener in self.openers.items():
+            tracker = self._attempt(name, lambda opener=opener: opener(run))
+            if tracker is not None:
+                self.trackers[name] = tracker
+                self.files.callback(self._close, name)
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Gives them a row."""
+        numbers = list_numbers(row) if self.trackers else {}
+        for name, tracker in list(self.trackers.items()):
+            self._attempt(name, lambda tracker=tracker: tracker.log(row["round"], numbers))
+
+    def _close(self, name: str) -> None:
+        if name in self.trackers:
+            self._attempt(name, self.trackers[name].close)
+
+    def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         # whatever a tracker, its disk or its network does; some libraries call sys.exit
         except (Exception, SystemExit) as error:
-            trackers.pop(name, None)
+            self.trackers.pop(name, None)
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             warn(f"logger {name} failed and gets no more rows: {reason}")
-
-    def log(row: dict[str, Any]) -> None:
-        numbers = list_numbers(row)
-        for name, tracker in list(trackers.items()):
-            attempt(name, lambda tracker=tracker: tracker.log(row["round"], numbers))
-
-    for name, opener in openers.items():
-        tracker = attempt(name, lambda opener=opener: opener(run))
-        if tracker is not None:
-            trackers[name] = tracker
-    try:
-        yield log
-    finally:
-        for name, tracker in list(trackers.items()):
-            attempt(name, tracker.close)
 
 
 def list_numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -100,7 +99,8 @@ def tensorboard() -> Opener:
     """
     require_package("tensorboardX", "tensorboard")
 
-    def opener(run: TrackedRun) -> Tracker:
+    def opener(run: RunInfo) -> Tracker:
+        assert run.run_dir is not None
         writer = importlib.import_module("tensorboardX").SummaryWriter(
             str(run.run_dir / "tensorboard"), purge_step=run.begun + 1
         )
@@ -119,7 +119,8 @@ def wandb(project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "off
     """Records a run with Weights & Biases, under an id that run_dir/wandb/run-id.txt keeps."""
     require_package("wandb", "wandb")
 
-    def opener(run: TrackedRun) -> Tracker:
+    def opener(run: RunInfo) -> Tracker:
+        assert run.run_dir is not None
         package = importlib.import_module("wandb")
         record = package.init(
             project=project,
@@ -142,7 +143,9 @@ def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
     if ":" not in uri:  # MLflow 3 opens folders only where this says so
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
-    def opener(run: TrackedRun) -> Tracker:
+    def opener(run: RunInfo) -> Tracker:
+        run_dir = run.run_dir
+        assert run_dir is not None
         client = importlib.import_module("mlflow").MlflowClient(
             uri if ":" in uri else Path(uri).absolute().as_uri()
         )
@@ -151,12 +154,12 @@ def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
         def create() -> str:
             found = client.get_experiment_by_name(experiment)
             number = found.experiment_id if found else client.create_experiment(experiment)
-            made = client.create_run(number, run_name=run.run_dir.name)
+            made = client.create_run(number, run_name=run_dir.name)
             for name, value in run.settings.items():
                 client.log_param(made.info.run_id, name, str(value)[:500])
             return made.info.run_id
 
-        identity = read_or_write(run.run_dir / "mlflow-run.txt", create)
+        identity = read_or_write(run_dir / "mlflow-run.txt", create)
 
         def log(round: int, numbers: dict[str, float]) -> None:
             now = [metric(name, value, 0, round) for name, value in numbers.items()]

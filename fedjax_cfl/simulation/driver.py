@@ -17,10 +17,11 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
-from fedjax_cfl.distributed import gather_to_hosts
+from fedjax_cfl.distributed import any_process, gather_to_hosts
 from fedjax_cfl.simulation import evaluate
+from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Snapshot, Take
 from fedjax_cfl.simulation.program import Program, compile_run
-from fedjax_cfl.simulation.rounds import Carry, DataState, Plan, make_init, make_rounds_fn
+from fedjax_cfl.simulation.rounds import Carry, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, Measured, make_row, update_counters
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
@@ -60,24 +61,6 @@ def make_run_fn(
     return go
 
 
-class Snapshot(NamedTuple):
-    """Where a run stands after an evaluation: what a checkpoint keeps. The arrays are
-    only valid until the run goes on.
-    """
-
-    state: State
-    data_state: DataState
-    counters: dict[str, Any]  # counters and seconds so far, see COUNTERS
-
-
-class Grouping(NamedTuple):
-    """Who is in which group at an evaluation, on the host."""
-
-    groups: np.ndarray  # [K] int32, the model that each client is served, -1: it has none yet
-    concepts: np.ndarray  # [K] int32, the true group at the time, -1 where unknown
-    clients: evaluate.ClientTable | None = None  # [K], what each client measures
-
-
 class Result(NamedTuple):
     """What a run leaves."""
 
@@ -90,39 +73,30 @@ class Result(NamedTuple):
     programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache
 
 
-def run_setup(
-    setup: Setup,
-    plan: Plan,
-    key: Key,
-    on_row: Callable[[dict[str, Any], Snapshot], bool | None] = lambda row, snapshot: None,
-) -> Result:
-    """Runs what a setup describes in memory; `fedjax_cfl.run` says what `on_row` gets."""
-    program = compile_run(setup, key, plan)
-    (result,) = drive(
-        program, plan, on_rows=lambda rows, groupings, snapshots: on_row(rows[0], snapshots[0]())
-    )
-    return result
+def run_setup(setup: Setup, plan: Plan, key: Key, callbacks: Sequence[Callback] = ()) -> Result:
+    """Runs what a setup describes in memory."""
+    return drive(compile_run(setup, key, plan), plan, None, [Watch(callbacks)])[0]
 
 
-Snapshots = list[Callable[[], Snapshot]]  # of each member, taken when it is called
+class Watch(NamedTuple):
+    """Who is told of a run."""
+
+    callbacks: Sequence[Callback]  # in this order
+    run: RunInfo = RunInfo()
 
 
 def drive(
     program: Program,
     plan: Plan,
     start: Sequence[Snapshot] | None = None,
-    on_start: Callable[[Snapshots], None] = lambda snapshots: None,
-    on_rows: Callable[
-        [list[dict[str, Any]], list[Grouping], Snapshots], bool | None
-    ] = lambda rows, groupings, snapshots: None,
+    watches: Sequence[Watch] = (),
 ) -> list[Result]:
     """Runs a program up to round `plan.rounds`; returns the results of its members, who share
     its seconds evenly.
 
-    Args: `start` has where each member stands, None: they begin; `on_start` gets where they
-    stand before the first round; `on_rows` gets their rows of each evaluation as soon as they
-    are known, who is in which group, and where they stand then; the run ends early if it
-    returns true. Raises NonFiniteUpdate where the faults ask for it.
+    Args: `start` has where each member stands, None: they begin; `watches` are told of them, one
+    of each member or none; all end where a callback of one says so. Raises NonFiniteUpdate where
+    the faults ask for it.
     """
     carry, members = begin(program, start), range(len(program.places))
     compile_s = program.compiled.seconds / len(members)
@@ -133,8 +107,8 @@ def drive(
         state, data_state = take_member(program, member, carry)
         return Snapshot(state, data_state, counters[member])
 
-    snapshots: Snapshots = [functools.partial(locate, member) for member in members]
-    on_start(snapshots)
+    takes: list[Take] = [functools.partial(locate, member) for member in members]
+    tell_start(watches, takes)
     done = int(np.max(jax.device_get(carry[0].round)))
     rows, blocks, tested, started = [[] for _ in members], [], None, time.perf_counter()
     for count, block in program.blocks(done):
@@ -155,14 +129,64 @@ def drive(
             rows[member].append(row)
         blocks = []
         groupings = [find_grouping(tested, place) for place in program.places]
-        if on_rows([each[-1] for each in rows], groupings, snapshots):
+        if tell_rows(watches, [each[-1] for each in rows], groupings, takes):
             break
         started = time.perf_counter()
+    tell_end(watches, takes)
     if tested is None:  # a finished run was taken up again
         tested = jax.device_get(program.compiled.test(carry))
     return [
         make_result(program, member, locate(member), rows[member], tested) for member in members
     ]
+
+
+def tell_start(watches: Sequence[Watch], takes: list[Take]) -> None:
+    """Tells callbacks that the runs begin, or go on; `takes` are of each."""
+    takes = take_together(takes)
+    for watch, take in zip(watches, takes, strict=bool(watches)):
+        for callback in watch.callbacks:
+            callback.on_start(watch.run, take)
+
+
+def tell_rows(
+    watches: Sequence[Watch],
+    rows: list[dict[str, Any]],
+    groupings: list[Grouping],
+    takes: list[Take],
+) -> bool:
+    """Tells callbacks of an evaluation; returns whether the runs end there. The others are of each
+    run.
+    """
+    wanted = any(
+        callback.wants_snapshot(row)
+        for watch, row in zip(watches, rows, strict=bool(watches))
+        for callback in watch.callbacks
+    )
+    takes = take_together(takes) if any_process(wanted) else takes
+    ends = [
+        callback.on_rows(row, grouping, take)
+        for watch, row, grouping, take in zip(watches, rows, groupings, takes, strict=bool(watches))
+        for callback in watch.callbacks
+    ]
+    return any_process(any(ends))
+
+
+def tell_end(watches: Sequence[Watch], takes: list[Take]) -> None:
+    """Tells callbacks that the runs have ended, or were stopped; `takes` are of each."""
+    takes = take_together(takes)
+    for watch, take in zip(watches, takes, strict=bool(watches)):
+        for callback in watch.callbacks:
+            callback.on_end(take)
+
+
+def take_together(takes: list[Take]) -> list[Take]:
+    """Returns what takes snapshots; of several processes they are taken at once, because each holds
+    a share of them.
+    """
+    if jax.process_count() == 1:
+        return takes
+    taken = [take() for take in takes]
+    return [functools.partial(lambda snapshot: snapshot, snapshot) for snapshot in taken]
 
 
 def find_grouping(tested: evaluate.Tested, place: tuple[int, ...]) -> Grouping:
@@ -174,7 +198,7 @@ def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
     """Returns the carry before the first round, with what the members' snapshots keep
     written over its leading parts.
     """
-    if start and not program.places[0]:
+    if start and not program.places[0] and not program.padded:
         return start[0].state, start[0].data_state
     carry = program.compiled.begin()
     if not start:
@@ -192,11 +216,11 @@ def begin(program: Program, start: Sequence[Snapshot] | None) -> Carry:
 
 
 def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any]:
-    """Returns a member's own carry, without what `stack_data` added to it. All processes of a
+    """Returns a member's own carry, without what `pad_data` added to it. All processes of a
     run must call this together.
     """
     place = program.places[member]
-    if not place:
+    if not place and not program.padded:
         return gather_to_hosts(carry)
     return jax.tree.map(
         lambda leaf, like: leaf[(*place, *map(slice, like.shape))], carry, program.shapes[member]

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from fedjax_cfl import sharding
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.padding import Room, measure_room, merge_rooms, pad_data, widen_room
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_sharding
 from fedjax_cfl.simulation import evaluate, host_rows, memory
@@ -30,6 +31,7 @@ from fedjax_cfl.simulation.rounds import (
     make_functions,
     make_init,
     run_round,
+    state_shapes,
 )
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
@@ -105,6 +107,50 @@ def check_without_classes(algorithm: Algorithm, drift: Drift, data: FederatedDat
     jax.eval_shape(go, jax.random.key(0), bound_client_samples(data, drift))
 
 
+MOST_KINDS = 32  # of programs that a process keeps
+
+
+class Programs(NamedTuple):
+    """The compiled programs of runs of the same parts and shapes."""
+
+    by_name: dict[str, Any]  # begin, unless no run of them began; train; test
+    trained: Carry  # shapes of the carry that the rounds are given
+    tested: Carry  # and the test
+    memory: dict[str, int]  # bytes that each device was planned to hold, see `plan_memory`
+
+
+class Store:
+    """The programs that a process has compiled, for later runs that are made of the same and
+    differ in inputs, key and data alone.
+    """
+
+    def __init__(self):
+        self._programs: dict[Any, Programs] = {}
+        self._rooms: dict[str, Room] = {}
+
+    def pad(self, recipe: str, data: FederatedData) -> FederatedData:
+        """Returns data of the size that the programs of a recipe have: theirs, or, where it is
+        too small for them, one with room for the next. The first data are left as they are.
+        """
+        own = measure_room(data)
+        room = self._rooms.setdefault(recipe, own)
+        if not room.holds(own):
+            room = self._rooms[recipe] = widen_room(merge_rooms([room, own]))
+        return data if room == own else pad_data(data, room)
+
+    def find(self, made_of: Any, fresh: bool) -> Programs | None:
+        """Returns the programs of this kind, None: there are none, or none to begin with."""
+        programs = self._programs.get(made_of)
+        return None if programs and fresh and "begin" not in programs.by_name else programs
+
+    def keep(self, made_of: Any, programs: Programs) -> None:
+        """Keeps programs for runs of this kind."""
+        self._programs.pop(made_of, None)  # the last one used is the last to go
+        self._programs[made_of] = programs
+        for oldest in list(self._programs)[:-MOST_KINDS]:
+            del self._programs[oldest]
+
+
 class Inputs(NamedTuple):
     """Settings that are arguments of the compiled programs, not constants in them: runs that differ
     in these alone share a program.
@@ -112,6 +158,8 @@ class Inputs(NamedTuple):
 
     values: Mapping[str, float]  # by setting
     build: Callable[[Mapping[str, jax.Array]], tuple[Algorithm, Drift]]  # with traced values
+    recipe: str = ""  # all else that the programs are made of, but for shapes of data and the plan
+    store: Store | None = None  # has the programs of other runs; None: they are this run's own
 
 
 class Compiled(NamedTuple):
@@ -138,6 +186,8 @@ class Program(NamedTuple):
     data: list[FederatedData]  # of each member
     shapes: list[Carry]  # of each member's carry alone
     places: list[tuple[int, ...]]  # of each member; () of a run alone
+    num_models: list[int]  # that each member serves
+    padded: bool  # its data have more samples than a member's
     blocks: Callable  # (done) -> iterator of (count, data) of the blocks from round `done` on
     compiled: Compiled
 
@@ -157,22 +207,54 @@ def compile_run(
     algorithm, task, data, drift, mesh, _ = setup
     check_plan(plan, [data])
     check_data(algorithm, task, drift, data)
-    key, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
+    values, build, recipe, store = inputs or Inputs({}, lambda values: (algorithm, drift))
+    values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    replicated, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
+    if prefetch.is_on_host(data) or jax.process_count() > 1:
+        store = None  # how much of them is on a device depends on the key
     if prefetch.is_on_host(data):
-        row_bytes = host_rows.row_bytes(algorithm, data, key, mesh)
+        row_bytes = host_rows.row_bytes(algorithm, data, replicated, mesh)
         memory.check_host_rows(row_bytes * data.num_clients)
         rounds = plan.rounds, plan.eval_every
-        feed = prefetch.HostFeed(data, algorithm, key, *rounds, mesh, row_bytes)
+        feed = prefetch.HostFeed(data, algorithm, replicated, *rounds, mesh, row_bytes)
     else:
-        on_device = sharding.replicate(data, mesh)
+        on_device = sharding.replicate(store.pad(recipe, data) if store else data, mesh)
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
-    values, build = inputs or Inputs({}, lambda values: (algorithm, drift))
-    values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
     functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
-    given = sharding.replicate(values, mesh), key
-    compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh)
-    shapes, blocks = [compiled.shapes], feed.train_blocks
-    return Program(algorithm, task.targets, [data], shapes, [()], blocks, compiled)
+    given = sharding.replicate(values, mesh), replicated
+    stored = (store, (recipe, plan, describe_shapes((given, feed.data)))) if store else None
+    compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh, stored)
+    shapes = compiled.shapes
+    if padded := feed.data.y.shape != data.y.shape:
+        shapes = state_shapes(setup, key)
+    return make_program(setup, [data], [shapes], [()], padded, feed, compiled)
+
+
+def make_program(
+    setup: Setup,
+    data: list[FederatedData],
+    shapes: list[Carry],
+    places: list[tuple[int, ...]],
+    padded: bool,
+    feed: Any,
+    compiled: Compiled,
+) -> Program:
+    """Returns a program of runs, each with the algorithm and task of the `setup`.
+
+    Args: `data`, `shapes` and `places` are of each member, see `Program`; `padded` as there;
+    `feed` brings the data; `compiled` is what steps them.
+    """
+    serve, targets = setup.algorithm.serve, setup.task.targets
+    served = [jax.eval_shape(serve, state).models for state, _ in shapes]
+    counts = [evaluate.count_models(models) for models in served]
+    blocks = feed.train_blocks
+    return Program(setup.algorithm, targets, data, shapes, places, counts, padded, blocks, compiled)
+
+
+def describe_shapes(arrays: Any) -> Any:
+    """Returns what a compiled program needs to know of its arguments, to be compared."""
+    leaves, structure = jax.tree.flatten(arrays)
+    return structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
 
 
 def init_evaluation(targets: Targets, feed: Any, mesh: Mesh) -> Any:
@@ -262,6 +344,32 @@ def lower_programs(
     yield "test", step.lower(*given, feed.shapes("test"), *shapes, found, first)
 
 
+def compile_programs(
+    functions: Any,
+    algorithm: Algorithm,
+    given: tuple,
+    feed: Any,
+    mesh: Mesh,
+    task: Task,
+    fresh: bool,
+) -> Programs:
+    """Compiles start, rounds and evaluation; the start only if a run is `fresh`.
+
+    Args: the others are those of `compile_functions`.
+    """
+    quick, training = compiler_options(mesh), compiler_options(mesh, task)
+    lowered, futures = {}, {}
+    with parallel_compiler() as compiled:
+        for name, program in lower_programs(functions, algorithm, given, feed, mesh, task):
+            lowered[name] = program
+            if fresh or name != "begin":
+                futures[name] = compiled(program, training if name == "train" else quick)
+        programs = {name: future.result() for name, future in futures.items()}
+    begun = lowered["begin"].out_info
+    trained, tested = (find_shapes(algorithm, begun, feed, s, mesh) for s in ("train", "test"))
+    return Programs(programs, trained, tested, plan_run(feed, trained[0], programs, mesh))
+
+
 def compile_functions(
     functions: Any,
     algorithm: Algorithm,
@@ -270,36 +378,47 @@ def compile_functions(
     mesh: Mesh,
     task: Task,
     fresh: bool = True,
+    stored: tuple[Store, Any] | None = None,
 ) -> Compiled:
-    """Compiles the start, the rounds and the evaluation of a run, or of several as one.
+    """Compiles the start, the rounds and the evaluation of a run, or of several as one, unless
+    they have been.
 
     Args: `functions` are begin(*given, data), train(*given, data, *carry, done, count) and
     test(*given, data, *carry, found, first client); `algorithm` is that of any member; `given`
     are the values of settings and the key; `feed` brings the data, a `DeviceFeed` or
-    `HostFeed`; `fresh`: begin is compiled, too. Raises InputError for what does not fit into
-    memory.
+    `HostFeed`; `fresh`: begin is compiled, too; `stored` is where programs are kept, and as what,
+    None: nowhere. Raises InputError for what does not fit into memory.
     """
     began = time.perf_counter()
-    quick, training = compiler_options(mesh), compiler_options(mesh, task)
-    lowered, futures, nothing = {}, {}, init_evaluation(task.targets, feed, mesh)
-    with count_cache_hits() as hits, parallel_compiler() as compiled:
-        for name, program in lower_programs(functions, algorithm, given, feed, mesh, task):
-            lowered[name] = program
-            if fresh or name != "begin":
-                futures[name] = compiled(program, training if name == "train" else quick)
-        programs = {name: future.result() for name, future in futures.items()}
-    begun = lowered["begin"].out_info
-    shapes, tested = (find_shapes(algorithm, begun, feed, s, mesh) for s in ("train", "test"))
-    begin, train = programs.get("begin"), programs["train"]
+    before = stored[0].find(stored[1], fresh) if stored else None
+    with count_cache_hits() as hits:
+        programs = before or compile_programs(functions, algorithm, given, feed, mesh, task, fresh)
+        from_cache = len(programs.by_name) if before else hits()
+    if stored:
+        stored[0].keep(stored[1], programs)
+    counts = {"programs": len(programs.by_name), "programs_from_cache": from_cache}
+    steps = bind_programs(programs, given, feed, mesh, task)
+    seconds = time.perf_counter() - began
+    return Compiled(*steps, programs.trained, programs.memory, seconds, counts)
+
+
+def bind_programs(
+    programs: Programs, given: tuple, feed: Any, mesh: Mesh, task: Task
+) -> tuple[Callable, Callable, Callable]:
+    """Returns begin, train and test of a run, or of several as one, as `Compiled` has them.
+
+    Args: those of `compile_functions`.
+    """
+    by_name, shapes, tested, _ = programs
+    nothing = init_evaluation(task.targets, feed, mesh)
 
     def start() -> Carry:
-        assert begin is not None, "only compiled for a fresh run"
-        state, data_state = begin(*given, feed.initial_data())
+        state, data_state = by_name["begin"](*given, feed.initial_data())
         return host_rows.make_rows(state) if feed.row_bytes else state, data_state
 
     def step(carry: Carry, data, done: int, count: int):
         lent = train_rows_to_device(feed, carry, done, count, shapes)
-        state, data_state, infos = train(*given, data, *lent, done, count)
+        state, data_state, infos = by_name["train"](*given, data, *lent, done, count)
         return (take_back_rows(feed, carry, done, count, state), data_state), infos
 
     def test(carry: Carry) -> evaluate.Tested:
@@ -310,13 +429,11 @@ def compile_functions(
             # one after another: waiting to be tested, all of them would be in memory
             lent = test_rows_to_device(feed, carry, first, tested)
             arguments = *given, data, *lent, found, first
-            found, index, apart = jax.block_until_ready(programs["test"](*arguments))
+            found, index, apart = jax.block_until_ready(by_name["test"](*arguments))
         if carry[1]:
             sizes = carry[1].concept, carry[1].train.size
             return evaluate.Tested(index, found, *sizes, apart)
         unknown = np.full(index.shape, -1)
         return evaluate.Tested(index, found, unknown, np.asarray(feed.data.train.size))
 
-    planned = plan_run(feed, shapes[0], programs, mesh)
-    counts = {"programs": len(programs), "programs_from_cache": hits()}
-    return Compiled(start, step, test, shapes, planned, time.perf_counter() - began, counts)
+    return start, step, test

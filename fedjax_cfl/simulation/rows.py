@@ -49,7 +49,7 @@ def make_row(
     sent, clock_ms, tested = take_rows(of_all, place)
     infos = jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
     raise_if_nonfinite(algorithm, state.groups, done, infos)
-    num_models = evaluate.count_models(jax.eval_shape(algorithm.serve, state).models)
+    num_models = program.num_models[member]
     check_groups_exist(done, tested.index, num_models)
     targets, concepts = program.targets, count_concepts(program.data[member])
     found = evaluate.finalize(targets, tested, num_models, concepts)

@@ -16,13 +16,20 @@ from jax import lax
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.padding import find_room, pad_data
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicate
-from fedjax_cfl.simulation.program import Program, check_data, check_plan, compile_functions
+from fedjax_cfl.simulation.program import (
+    Program,
+    check_data,
+    check_plan,
+    compile_functions,
+    make_program,
+)
 from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
 from fedjax_cfl.simulation.setup import Setup
-from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 
 def stack_data(data: Sequence[FederatedData]) -> FederatedData:
@@ -43,52 +50,8 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
                 f"vectorize: the seeds' data differ in their {name}"
                 f" ({', '.join(str(of(one)) for one in data)})"
             )
-    longest = {
-        side: max(getattr(one, side).order.size for one in data)
-        for side in ("train", "test", "validation")
-        if getattr(data[0], side) is not None
-    }
-    capacity = max(one.max_client_samples for one in data)
-    total, rows = sum(longest.values()), max(len(one.x) for one in data)
-    indexed = any(one.sample is not None for one in data)
-
-    def padded(one: FederatedData) -> FederatedData:
-        def fill(array, value, length=total):
-            array = np.asarray(array)
-            return np.concatenate(
-                [array, np.full((length - len(array), *array.shape[1:]), value, array.dtype)]
-            )
-
-        return one.replace(
-            x=fill(one.x, 0, rows if indexed else total),
-            y=fill(one.y, 0),
-            owner=fill(one.owner, -1),
-            sample=fill(row_numbers(one), 0) if indexed else None,
-            turns=None if one.turns is None else fill(one.turns, 0),
-            time=None if one.time is None else fill(one.time, 0),
-            **pad_views(one, longest),
-            max_client_samples=capacity,
-        )
-
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(padded, data))
-
-
-def pad_views(data: FederatedData, longest: Mapping[str, int]) -> dict[str, ClientIndex]:
-    """Returns the views of the data by side, `longest` many samples in each: those that are added
-    are behind the last holding, and no client's.
-    """
-    views, begin = {}, len(data.y)
-    for side, count in longest.items():
-        own = getattr(data, side)
-        spare = np.arange(begin, begin + count - own.order.size, dtype=np.int32)
-        views[side] = own.replace(order=np.concatenate([np.asarray(own.order), spare]))
-        begin += spare.size
-    return views
-
-
-def row_numbers(data: FederatedData) -> np.ndarray:
-    """Returns the row of x [N] of each holding."""
-    return np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
+    room = find_room(data)
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *(pad_data(one, room) for one in data))
 
 
 def compile_members(
@@ -128,7 +91,8 @@ def compile_members(
         for s, key in enumerate(keys)
     ]
     data, shapes = [own[s % len(own)] for s, _ in places], [alone[s] for s, _ in places]
-    return Program(algorithm, task.targets, data, shapes, places, feed.train_blocks, compiled)
+    made = setup._replace(algorithm=algorithm)
+    return make_program(made, data, shapes, places, len(own) > 1, feed, compiled)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,314 @@
+"""What a run in a directory does after each evaluation, a class for each thing, in the order in
+which `list_callbacks` has them.
+
+A checkpoint stores how many rows and groups there were before it, which are flushed to the disk
+first: a run that goes on from it keeps so many of them.
+"""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from fedjax_cfl.data import prefetch
+from fedjax_cfl.errors import RunError
+from fedjax_cfl.runs import checkpoint, results
+from fedjax_cfl.runs.assignments import PART, pack_grouping, record_size
+from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
+from fedjax_cfl.runs.results import METRICS_FILE
+from fedjax_cfl.runs.saved_models import BEST_FILE, save_arrays
+from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.scores import find_score, score_of
+from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Snapshot, Take
+from fedjax_cfl.simulation.evaluate import each_its_own, used_models
+from fedjax_cfl.simulation.host_rows import collect_models
+from fedjax_cfl.simulation.rounds import has_host_rows
+from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.types import Algorithm, FederatedData, State
+
+CHECKPOINTS, LOG_FILE = "checkpoints", "run.log"
+MIXTURE = "weights", "label_shares"  # what only mixtures have, of `ServedModels`
+
+
+class Standing(NamedTuple):
+    """What the tests so far say, by validation samples alone."""
+
+    best: float | None = None  # mean over clients of their scores on validation samples
+    round: int | None = None  # of the first test that has it
+    waited: int = 0  # tests since
+
+    def follow(self, row: dict[str, Any]) -> "Standing":
+        """Returns what holds after a further row. Tests whose scores do not count yet, see `Plan`,
+        are no reason to end.
+        """
+        score = find_score(row)
+        value = results.to_plain(row.get(f"validation_macro_{score.name}"))
+        if value is not None and (self.best is None or score.is_better(value, self.best)):
+            return Standing(value, row["round"])
+        return self._replace(waited=self.waited + (self.best is not None))
+
+    def ends(self, patience: int) -> bool:
+        """Returns whether a run of this patience, 0: it has no end, ends here."""
+        return 0 < patience <= self.waited
+
+
+def stand(rows: Iterable[dict[str, Any]]) -> Standing:
+    """Returns what all rows of a run so far say."""
+    standing = Standing()
+    for row in rows:
+        standing = standing.follow(row)
+    return standing
+
+
+class Validation(Callback):
+    """Adds to each row the round that is best so far on validation samples, `chosen_round`, and
+    ends the run after so many tests without a better one: `evaluate.choose`, `evaluate.patience`.
+    """
+
+    def __init__(self, settings: RunSettings, rows: Iterable[dict[str, Any]]):
+        """`rows` are those of the run so far."""
+        self.settings, self.standing = settings, stand(rows)
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
+        """Enters a test."""
+        self.standing = self.standing.follow(row)
+        if self.settings.choose == "best_validation":
+            row["chosen_round"] = self.standing.round
+        return self.standing.ends(self.settings.patience)
+
+
+class Rows(Callback):
+    """Appends each row to metrics.jsonl, and who is in which group to assignments.part, at once."""
+
+    def __init__(self, run_dir: Path, clients: np.ndarray, files: contextlib.ExitStack):
+        """`clients` [R] are those whose groups are kept; the files are closed with `files`."""
+        self.run_dir, self.clients = run_dir, clients
+        self.metrics = files.enter_context(results.open_metrics(run_dir))
+        self.groups = files.enter_context((run_dir / PART).open("ab"))
+        self.count = (run_dir / METRICS_FILE).read_bytes().count(b"\n")
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
+        self._check_present()
+        self.groups.write(pack_grouping(row["round"], grouping, self.clients))
+        self.groups.flush()
+        results.append_row(self.metrics, row)
+        self.count += 1
+
+    def flush(self) -> None:
+        """Flushes what was written to the disk."""
+        for handle in (self.groups, self.metrics):
+            os.fsync(handle.fileno())
+
+    def _check_present(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            there = (self.run_dir / METRICS_FILE).stat()
+            if os.path.samestat(os.fstat(self.metrics.fileno()), there):
+                return
+        raise RunError(
+            f"run_dir={self.run_dir}: {METRICS_FILE} was removed or replaced while the run went on;"
+            " it ends here"
+        )
+
+
+class Log(Callback):
+    """Adds a line to run.log LOG_SECONDS after the last one or with a further tenth of the rounds,
+    and moves a bar on stderr; where that is no terminal it gets the lines after LOG_SECONDS.
+    """
+
+    def __init__(self, settings: RunSettings, verbose: bool, files: contextlib.ExitStack):
+        """`verbose`: stderr gets something; bar and file are closed with `files`."""
+        self.rounds, self.files, self.verbose = settings.plan.rounds, files, verbose
+        self.terminal = verbose and sys.stderr.isatty()
+        self.logged = self.shown = 0, time.monotonic()  # round, when
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False
+
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Opens the log, and the bar."""
+        assert run.run_dir is not None
+        path = run.run_dir / LOG_FILE
+        self.log = self.files.enter_context(path.open("a", encoding="utf-8"))
+        said = TextColumn("{task.description}")
+        columns = BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn()
+        # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
+        # are further apart
+        self.bar = Progress(
+            *columns,
+            console=Console(stderr=True),
+            disable=not self.terminal,
+            speed_estimate_period=3600,
+        )
+        self.files.enter_context(self.bar)
+        self.task = self.bar.add_task("training", total=self.rounds, completed=run.begun)
+        self.logged = run.begun, time.monotonic()
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Says where the run stands."""
+        done, now, said = row["round"], time.monotonic(), format_progress(row)
+        self.bar.update(self.task, completed=done)
+        speed = self.bar.tasks[0].speed
+        self.bar.update(self.task, description=said + (f", {speed:.1f} rounds/s" if speed else ""))
+        tenth = 10 * done // self.rounds > 10 * self.logged[0] // self.rounds
+        if tenth or now - self.logged[1] >= LOG_SECONDS:
+            self.logged = done, now
+            line = f"{time.strftime('%F %T')} round {done} of {self.rounds}, {said}"
+            print(line, file=self.log, flush=True)
+        if self.verbose and not self.terminal and now - self.shown[1] >= LOG_SECONDS:
+            self.shown = done, now
+            line = f"fedjax-cfl: round {done} of {self.rounds}, {said}"
+            print(line, file=sys.stderr, flush=True)
+
+
+class Interrupt(Callback):
+    """Ends the run once a signal has come. It is asked last: a signal that comes while rows are
+    written still stops the run there, a later one after the next evaluation.
+    """
+
+    def __init__(self, signals: list[int]):
+        """`signals` are those that have come."""
+        self.signals = signals
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
+        """Returns whether the run ends."""
+        return bool(self.signals)
+
+
+class Checkpoints(Callback):
+    """Saves a checkpoint at the start, when one is due, and where the run ends or is stopped; and
+    with it, in best.npz, the models of the best evaluation so far, or of the chosen round.
+    """
+
+    def __init__(
+        self, settings: RunSettings, setup: Setup, rows: Rows, identity: dict[str, Any], run_id: str
+    ):
+        """`rows` writes those of the run; `identity` is that of `run_identity`, `run_id` its
+        digest.
+        """
+        self.settings, self.setup, self.rows = settings, setup, rows
+        self.identity, self.run_id = identity, run_id
+        before = results.read_metrics(rows.run_dir)
+        self.best = results.summarize_rows(before)[f"best_{score_of(before).name}"]
+        self.models: tuple[int, dict[str, Any]] | None = None  # of the best, if not saved
+        self.saved = -1, time.monotonic()  # round, when
+
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Saves where the run begins: from now on the directory is known to be this run's."""
+        self.saved = run.begun, time.monotonic()
+        if not checkpoint.list_steps(self.folder):
+            self.save(take())
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns whether the models of a row are the best so far, or a checkpoint is due."""
+        return is_better(row, self.best) or self.is_due(row["round"])
+
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Saves what is due."""
+        if is_better(row, self.best):
+            self.best = results.to_plain(row[find_score(row).name])
+            kept = copy_present_models(self.setup, take()) | keep_chosen(row, grouping)
+            self.models = row["round"], kept
+        if self.is_due(row["round"]):
+            self.save(take())
+
+    def on_end(self, take: Take) -> None:
+        """Saves where the run ends, unless that has been saved."""
+        snapshot = take()
+        if int(snapshot.state.round) != self.saved[0] or self.models:
+            self.save(snapshot)
+
+    @property
+    def folder(self) -> Path:
+        """Where checkpoints are."""
+        return self.rows.run_dir / CHECKPOINTS
+
+    def is_due(self, done: int) -> bool:
+        """Returns whether a checkpoint is due after `done` rounds."""
+        every, minutes, _ = self.settings.checkpoint
+        passed, waited = done - self.saved[0], time.monotonic() - self.saved[1]
+        return passed >= every or waited >= 60 * minutes
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Saves a checkpoint, and the best models before it."""
+        self.rows.flush()
+        if self.models:
+            number, kept = self.models
+            save_arrays(
+                self.rows.run_dir / BEST_FILE, kept, {"round": number, "run_id": self.run_id}
+            )
+        groups = self.rows.groups.tell() // record_size(self.rows.clients)
+        facts = {"counters": snapshot.counters, "rows": self.rows.count, "groups": groups}
+        step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
+        keep = self.settings.checkpoint.keep
+        checkpoint.save(self.folder, step, tree, facts, self.identity, keep=keep)
+        self.models, self.saved = None, (step, time.monotonic())
+
+
+def is_better(row: dict[str, Any], best: float | None) -> bool:
+    """Returns whether a row's score is better than the `best` so far, None if there is none; where
+    a round is chosen on validation samples, whether it is that of the row.
+    """
+    if "chosen_round" in row:
+        return row["chosen_round"] == row["round"]
+    score = find_score(row)
+    value = results.to_plain(row[score.name])
+    return value is not None and (best is None or score.is_better(value, best))
+
+
+# models
+
+
+def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict[str, Any]:
+    """Returns a copy on the host of the models that clients use, and of who uses which; of
+    mixtures also the weights, and what a new client needs to find its own.
+    """
+    if has_host_rows(algorithm, prefetch.is_on_host(data)) and algorithm.personal_models:
+        index = each_its_own((), algorithm.serve(state).model_index).model_index
+        return {"models": collect_models(algorithm, state, data), "index": np.array(index)}
+    served = used_models(algorithm, state, data)
+    kept = {"models": served.models, "index": served.model_index}
+    for name in MIXTURE:
+        if getattr(served, name) is not None:
+            kept[name] = getattr(served, name)
+    return jax.tree.map(np.array, jax.device_get(kept))
+
+
+def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
+    """Returns what `copy_models` returns where a run stands, on the data as they are there."""
+    state, moved, _ = snapshot
+    data = moved.apply_to(setup.data) if moved else setup.data
+    return copy_models(setup.algorithm, state, data)
+
+
+def keep_chosen(row: dict[str, Any], grouping: Grouping) -> dict[str, Any]:
+    """Returns what of a test is kept with the models of the chosen round: who was in which group,
+    and what each client measured; {} where no round is chosen.
+    """
+    if "chosen_round" not in row:
+        return {}
+    assert grouping.clients is not None
+    columns = {one.name: getattr(grouping.clients, one.name) for one in fields(grouping.clients)}
+    return {"chosen": columns | {"group": grouping.groups}}

@@ -1,0 +1,141 @@
+"""Several runs of one command, one after another by the same programs, and callbacks."""
+
+import json
+
+import numpy as np
+import pytest
+from conftest import lasting_rows
+
+import fedjax_cfl as cfl
+from fedjax_cfl.cli import launch
+from fedjax_cfl.data.padding import find_room, measure_room, pad_data, widen_room
+from fedjax_cfl.runs.results import read_summary
+from fedjax_cfl.simulation import program
+
+SMALL = "dataset.clients=12 clients_per_round=4 rounds=3 local.epochs=1 model=mclr curves=false"
+
+
+@pytest.fixture
+def compiled(monkeypatch) -> list:
+    """What is compiled for each run that does not find its programs."""
+    calls, real = [], program.compile_programs
+    monkeypatch.setattr(launch, "STORE", program.Store())
+
+    def compile_programs(*given):
+        calls.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(program, "compile_programs", compile_programs)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("settings", "values", "compiles"),
+    [
+        ("algorithm=flexcfl algorithm.m=2", "algorithm.eta_g=0.1,0.4,0.7", 1),
+        # the first seed as it is, and once more with room for the others
+        ("algorithm=fesem algorithm.m=2 drift=swap_all drift.p=0.3", "seed=0,1,2", 2),
+        ("algorithm=ifca algorithm.m=2 personal=ditto", "local.lr=0.1,0.2", 1),
+    ],
+)
+def test_runs_of_a_sweep_share_programs_and_are_the_runs_alone(
+    settings, values, compiles, fedjax_cfl, compiled
+):
+    name, _, listed = values.partition("=")
+    assert fedjax_cfl(f"-m {SMALL} {settings} {values} run_dir=sweep")[0] == 0
+    assert len(compiled) == compiles
+    for number, value in enumerate(listed.split(",")):
+        assert fedjax_cfl(f"{SMALL} {settings} {name}={value} run_dir=alone{number}")[0] == 0
+        folders = f"sweep/{number}", f"alone{number}"
+        assert lasting_rows(folders[0]) == lasting_rows(folders[1])
+        one, other = map(cfl.load_run, folders)
+        np.testing.assert_equal(one.final.models, other.final.models)
+        np.testing.assert_equal(one.table, other.table)
+    last = read_summary(folders[0])
+    assert last["programs"] == last["programs_from_cache"] == 3
+
+
+@pytest.mark.parametrize("change", ["clients_per_round=4,5", "local.epochs=1,2", "algorithm.m=2,3"])
+def test_runs_of_other_shapes_or_code_do_not(change, fedjax_cfl, compiled):
+    line = f"{SMALL} algorithm=ifca algorithm.m=2".replace(f"{change.partition('=')[0]}=", "+x=")
+    name = change.partition("=")[0]
+    words = [word for word in line.split() if not word.startswith("+x=")]
+    assert name not in " ".join(words)
+    assert fedjax_cfl(f"-m {' '.join(words)} {change} run_dir=sweep")[0] == 0
+    assert len(compiled) == 2
+
+
+def test_seeds_go_on_where_they_stopped(fedjax_cfl, compiled):
+    line = f"{SMALL} algorithm=fedavg seeds=3 run_dir=series"
+    assert fedjax_cfl(line)[0] == 0 and len(compiled) == 2
+    before = [lasting_rows(f"series/{seed}") for seed in range(3)]
+    assert len({json.dumps(rows) for rows in before}) == 3
+    status, _, error = fedjax_cfl(line)
+    assert status == 2 and "series: already holds this run, finished after 3 rounds" in error
+    status, out, _ = fedjax_cfl(line.replace("seeds=3", "seeds=4"))
+    assert status == 0 and out.count("passed over") == 3
+    assert [lasting_rows(f"series/{seed}") for seed in range(3)] == before
+    assert fedjax_cfl(f"{SMALL} algorithm=fedavg seed=3 run_dir=alone")[0] == 0
+    assert lasting_rows("series/3") == lasting_rows("alone")
+
+
+def test_a_bad_run_ends_no_sweep(fedjax_cfl):
+    line = f"-m {SMALL.replace('clients_per_round=4 ', '')} algorithm=fedavg run_dir=sweep"
+    status, _, error = fedjax_cfl(f"{line} clients_per_round=3,13,4")
+    assert status == 2
+    assert error.splitlines() == [
+        "fedjax-cfl: clients_per_round=13: must be at most 12, the number of clients",
+        "fedjax-cfl: 1 of 3 runs failed, 1; the same command with run_dir=sweep runs these again",
+    ]
+    assert all(read_summary(f"sweep/{number}") for number in (0, 2))
+    status, out, error = fedjax_cfl(f"{line} clients_per_round=3,13,4")
+    assert status == 2 and out.count("passed over") == 2 and "1 of 3 runs failed" in error
+
+
+def test_what_fails_alike_is_said_once_and_leaves_nothing(fedjax_cfl, tmp_path):
+    status, _, error = fedjax_cfl("-m dataset=npz dataset.source.path=no.npz seed=0,1 run_dir=new")
+    assert status == 2 and error.count("\n") == 1 and "no.npz" in error
+    assert not list(tmp_path.iterdir())
+
+
+MINE = """
+import fedjax_cfl as cfl
+
+class StopAfter(cfl.Callback):
+    def __init__(self, rounds: int):
+        self.rounds = rounds
+    def on_start(self, run, take):
+        print("begun", run.begun, run.settings["algorithm.name"], run.run_dir.name)
+    def on_rows(self, row, grouping, take):
+        return row["round"] >= self.rounds
+    def on_end(self, take):
+        print("ended", int(take().state.round))
+"""
+
+
+def test_callbacks_of_ones_own(fedjax_cfl, tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    line = f"{SMALL} algorithm=fedavg run_dir=run"
+    stop = "'callbacks=[{_target_:mine.StopAfter,rounds:2}]'"
+    status, out, error = fedjax_cfl(f"{line} {stop}")
+    assert "begun 0 fedavg run\n" in out and "ended 2\n" in out, error
+    assert status == 143 and "stopped after round 2" in out
+    assert fedjax_cfl(line)[0] == 0 and len(lasting_rows("run")) == 3
+    for wrong, said in (
+        ("[1]", "callbacks[0]=1: give {_target_:my_file.MyCallback}"),
+        ("[{_target_:fractions.Fraction}]", "callbacks[0]._target_=fractions.Fraction: is no cfl"),
+    ):
+        status, _, error = fedjax_cfl(f"{SMALL} 'callbacks={wrong}' run_dir=other")
+        assert status == 2 and error.count("\n") == 1 and said in error
+
+
+def test_padded_data_hold_the_same(toy):
+    room = widen_room(find_room([toy]))
+    padded = pad_data(toy, room)
+    assert measure_room(padded) == room != measure_room(toy)
+    for side in ("train", "test"):
+        own, wide = getattr(toy, side), getattr(padded, side)
+        np.testing.assert_array_equal(wide.order[: own.order.size], own.order)
+        np.testing.assert_array_equal(wide.size, own.size)
+    spare = np.asarray(padded.owner[len(toy.y) :])
+    assert spare.size and (spare == -1).all()
