@@ -39,7 +39,7 @@ REFUSED = {
     "algorithm.xyz=1": "algorithm.xyz=1 algorithm has alpha",
     "dataset.source.pat=x dataset=npz": "dataset.source.pat=x 'dataset.source.path'",
     "+rounds=3": "rounds",
-    "clock.availability=x.csv": "clock.availability=x.csv: clock, no settings",
+    "clock.path=x.csv": "clock.path=x.csv: clock, no settings",
     "report {files}/taken -o {files}/taken": "taken: folder",
     "+local.lrr=3": "+local.lrr=3: unknown 'local.lr'",
     "++ronds=3": "++ronds=3: unknown 'rounds'",

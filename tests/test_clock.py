@@ -1,4 +1,4 @@
-"""The time model, its devices, availability, and the time of drift events."""
+"""The time model, its devices, and the time of drift events."""
 
 from types import SimpleNamespace
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, build, call, nightly, spent
+from conftest import build, call, nightly, spent
 from flax import struct
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
-from fedjax_cfl.system import availability, power_of_choice, select
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import devices as device_clock
+from fedjax_cfl.system import power_of_choice, select
 from fedjax_cfl.system.clock import CohortSizes, device_profiles, find_duration
 from fedjax_cfl.system.reports import count_to_int, make_bill, make_report, no_bill
 from fedjax_cfl.types import Cohort, Traffic
@@ -126,103 +126,6 @@ def counts_of(milliseconds):
     return jnp.asarray([[now >> 32, now % 2**32] for now in milliseconds], jnp.uint32)
 
 
-def test_who_is_online_equals_a_twin_that_walks_on():
-    """Random intervals, some touching, some beyond the end of the period, some everything: stay
-    and absence of a loop over seconds, at times up to ten years.
-    """
-    rng = np.random.default_rng(3)
-    clients, period = 40, 23
-    table = np.sort(rng.integers(0, period + 1, (clients, 3, 2)), axis=2).astype(float)
-    table[0, 0], table[1] = [0, period], 4.0  # always; never
-    presence = jax.jit(availability.online_by_intervals(table, float(period)))
-    on = np.zeros((clients, period), bool)
-    for client, intervals in enumerate(table):
-        for begin, end in intervals:
-            on[client, int(begin) : int(end)] = True
-    for second in [*range(period), 10 * 365 * 86400 + 5, 2**32 // 1000 + 1]:
-        found = presence(jnp.broadcast_to(counts_of([1000 * second + 250])[0], (clients, 2)))
-        for client in range(clients):
-            ahead = np.tile(on[client], 3)[second % period :]
-            gone, back = (np.flatnonzero(ahead == state) for state in (False, True))
-            here = ahead[0]
-            stay = (gone[0] - 0.25 if gone.size else np.inf) if here else 0
-            absent = 0 if here else (back[0] - 0.25 if back.size else np.inf)
-            assert found.stay[client] == pytest.approx(stay), (second, client)
-            assert found.absent[client] == pytest.approx(absent), (second, client)
-    assert np.isinf(found.stay[0]) and np.isinf(found.absent[1])
-
-
-def test_a_clock_does_not_stop_short_of_a_return():
-    """Milliseconds of days, which float32 does not have."""
-    rng = np.random.default_rng(0)
-    wait = np.concatenate([rng.integers(1, top, 250) for top in (2**23, 10**9)])
-    clock = jnp.arange(500)
-    duration = clocks.until_online(jnp.asarray(wait / 1000, jnp.float32), clock, 500)
-    passed = clocks.advance_clock(counts_of([0] * 500), duration)
-    late = np.array([count_to_int(count) for count in passed]) - wait
-    assert (late >= 0).all() and (late <= 1 + wait * 1e-6).all() and not late[wait < 2**21].any()
-
-
-@pytest.mark.parametrize(
-    ("text", "repeat", "said"),
-    [
-        ("client,begin\n0,1\n", None, "has no column end"),
-        ("client,begin,end\n0.5,1,2\n", None, "column client must hold 0, 1, ..., not 0.5"),
-        ("client,begin,end\n7,1,2\n", None, "column client has 7, of 3 clients"),
-        ("client,begin,end\n0,1,2\n1,3,2\n", None, "client 1 is online from 3.0 to 2.0"),
-        ("client,begin,end\n0,1,2\n", 1.5, "from 1.0 to 2.0: must be 0 <= from <= to <= 1.5"),
-        ("client,begin,end\n0,1,2e6\n", None, "ends at 2000000.0 seconds: must be 0.001 to"),
-        ("client,begin,end\n0,1,2\n", 2e6, "clock.repeat=2000000.0: must be a number from"),
-        ("\ufeffclient,begin,end\n7,1,2\n", None, "column client has 7, of 3 clients"),
-        ("client,begin,end\n0,0,inf\n", None, "column end must hold finite numbers in row 1"),
-    ],
-)
-def test_intervals_that_cannot_be_are_refused_in_one_line(tmp_path, text, repeat, said):
-    path = tmp_path / "online.csv"
-    path.write_text(text)
-    with pytest.raises(InputError, match=said) as error:
-        device_clock.fedscale_clock(CohortSizes(3, 5, 3), availability=str(path), repeat=repeat)
-    assert "\n" not in str(error.value)
-
-
-def test_a_period_without_a_table_is_refused():
-    with pytest.raises(InputError, match=r"clock.repeat=3.0: needs a table, clock.availability"):
-        device_clock.fedscale_clock(CohortSizes(3, 5, 3), repeat=3.0)
-
-
-def test_clients_of_a_table_serve_all(tmp_path):
-    """Client 1 has no line; clients 2 and 3 have those of 0 and 1."""
-    (tmp_path / "online.csv").write_text("client,begin,end\n2,5,10\n0,0,4\n2,1,2\n")
-    path = str(tmp_path / "online.csv")
-    clock = device_clock.fedscale_clock(CohortSizes(5, 5, 3), availability=path, repeat=20.0)
-    found = at_once(clock.presence, jnp.broadcast_to(counts_of([6500])[0], (5, 2)))
-    np.testing.assert_allclose(found.stay, [0, 0, 3.5, 0, 0], rtol=1e-6)
-    np.testing.assert_allclose(found.absent, [13.5, np.inf, 0, 13.5, np.inf], rtol=1e-6)
-
-
-@pytest.mark.parametrize("selection", [select.by_group, nightly(select.uniform)])
-def test_clients_that_are_offline_are_not_selected(selection, toy, linear, local):
-    """Five are online by day, of whom one has no samples; a night without anybody passes at
-    once, so that the next round is in the morning.
-    """
-    hours = np.zeros((14, 1, 2))
-    hours[:, 0, 1] = np.where(np.arange(14) < 5, 3600, 0)
-    clock = device_profiles(np.zeros(14), np.ones(14))
-    clock = clock._replace(presence=availability.online_by_intervals(hours, 7200.0))
-    algorithm = algorithms.fedavg(linear, local, cfl.System(selection(6), clock=clock))
-    state = jax.jit(algorithm.init)(jax.random.key(0), toy)
-    step = jax.jit(algorithm.round)
-    day = step(jax.random.key(0), state, toy)[1]
-    ids = select.uniform(6).draw(derive_key(jax.random.key(0), SELECT, 0), 0, toy.train.size)
-    drawn = int(jnp.sum(ids < 5))
-    assert day.selected == (drawn if selection is select.uniform else 4) > 0
-    night = state.replace(clock_ms=jnp.asarray([0, 4_000_000], jnp.uint32))
-    after, info = step(jax.random.key(0), night, toy)
-    assert info.seconds == pytest.approx(3200)
-    assert info.selected == 0 and info.fault_counts.dropped == 0
-    assert count_to_int(after.clock_ms) == 7_200_000
-
-
 @pytest.mark.nightly
 def test_a_drift_event_takes_as_long_as_its_slowest_report(toy, linear, local):
     """4 labels are 16 bytes: at 2 bytes a second 8 s, and 3 s of the server."""
@@ -281,31 +184,18 @@ def test_a_small_group_waits_for_one_answer():
     ids, seconds = jnp.arange(5), jnp.array([5.0, 3.0, 4.0, 6.0, 7.0])
     gid = jnp.array([0, 0, 0, 0, 1])
     given = Cohort(ids, ids), gid, jnp.ones(5, bool), seconds, jnp.zeros(2)
-    end = at_once(clocks.end_round, clock, GROUPS, None, *given)
+    end = clocks.end_round(clock, *given, num_clients=5)
     # group 0: 2 * 4 // 5 = 1 answer
     np.testing.assert_array_equal(end.duration, [3, 7])
-    assert end.late.tolist() == [True, False, True, True, False] and not end.gone.any()
+    assert end.late.tolist() == [True, False, True, True, False]
 
 
-@pytest.mark.parametrize("stay", [4.0, 14.0])
-def test_a_round_without_answers_is_no_shorter_than_the_time_before_training(stay):
-    """After 10 s of reports, clients need 5 s more, and are all offline by then."""
-    here = availability.Presence(jnp.full(5, stay), jnp.zeros(5))
-    clock = device_profiles(np.ones(5), np.ones(5))._replace(presence=lambda now: here)
-    data = SimpleNamespace(train=SimpleNamespace(size=jnp.ones(5)))
-    ids, everybody = jnp.arange(5), jnp.ones(5, bool)
-    end = clocks.end_round(
-        clock,
-        GROUPS.replace(clock_ms=counts_of([0])[0]),
-        data,
-        Cohort(ids, ids),
-        GROUPS.assignment,
-        everybody,
-        jnp.full(5, 5.0),
-        jnp.array([10.0]),
-    )
-    np.testing.assert_array_equal(end.duration, [max(stay, 10)])
-    assert end.gone.all() and not end.late.any()
+def test_a_round_without_answers_lasts_as_long_as_the_time_before_training():
+    clock, ids = device_profiles(np.ones(5), np.ones(5)), jnp.arange(5)
+    given = GROUPS.assignment, jnp.zeros(5, bool), jnp.full(5, 5.0), jnp.array([10.0])
+    end = clocks.end_round(clock, Cohort(ids, ids), *given, num_clients=5)
+    np.testing.assert_array_equal(end.duration, [10])
+    assert not end.late.any()
 
 
 @pytest.mark.nightly
@@ -376,12 +266,10 @@ def test_clocks_of_groups_equal_a_twin():
 @pytest.mark.parametrize("selection", ["oort", pytest.param("pow_d", marks=pytest.mark.slow)])
 def test_selection_and_clock_from_the_command_line(selection, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "online.csv").write_text("client,begin,end\n0,0,5e5\n1,0,8e5\n")
     line = (
         f"run_dir=run rounds=2 eval_every=2 algorithm=fielding selection={selection} algorithm.m=2"
         " drift=swap_part clock=fedscale clock.overcommit=1.3 local.epochs=1"
-        " algorithm.cluster=k_center offline=true clock.availability=online.csv clock.repeat=9e5"
-        " clock.per_group=true"
+        " algorithm.cluster=k_center offline=true clock.per_group=true"
     )
     assert call(monkeypatch, line, devices=1) == 0
     (row,) = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()

@@ -22,7 +22,6 @@ from fedjax_cfl.method import Method, Start
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.system import select
-from fedjax_cfl.system.availability import online_by_intervals
 from fedjax_cfl.system.clock import device_profiles, find_duration
 from fedjax_cfl.system.power_of_choice import draw_candidates, rpow_d
 from fedjax_cfl.system.reports import count_to_int, make_report
@@ -402,18 +401,11 @@ def test_a_clock_ends_rounds_with_the_answer_waited_for(toy, linear, local):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("per_group", [False, True])
-def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, toy, linear, local):
-    """Two groups; clients are online in intervals of their own. One that is offline has no slot;
-    one whose interval ends before it has answered sends nothing, and nobody waits for it. A
-    round waits for four answers, a group with a clock of its own for its share of them.
-    """
+def test_clocks_of_groups_equal_a_twin(per_group, toy, linear, local):
+    """Two groups: a round waits for four answers, a group with a clock of its own for its share."""
     rng = np.random.default_rng(6)
     step_seconds, bandwidth = rng.uniform(0.01, 0.5, 14), rng.uniform(50, 400, 14)
-    begin = rng.integers(0, 20, 14)
-    end = begin + rng.integers(4, 21, 14)  # of a period of 40 seconds
-    online = online_by_intervals(np.stack([begin, end], 1)[:, None].astype(float), 40.0)
-    clock = device_profiles(step_seconds, bandwidth, 4)
-    clock = clock._replace(presence=online, per_group=per_group)
+    clock = device_profiles(step_seconds, bandwidth, 4)._replace(per_group=per_group)
     pick = select.uniform(9)
 
     def assign(r):
@@ -426,55 +418,37 @@ def test_who_leaves_within_a_round_and_clocks_of_groups_equal_a_twin(per_group, 
     timed = System(pick, clock=clock)
     algorithm = federated(linear, local, timed, Method(sgd(linear, local), start, assign=assign))
     state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
-    models, times, lost, empty, silent = models_of(state.groups), np.zeros(2), 0, 0, 0
+    models, times, late = models_of(state.groups), np.zeros(2), 0
     for round in range(10):
-        drawn = np.asarray(
-            pick.draw(derive_key(KEY, SELECT, round), round, toy.train.size)
-        ).tolist()
-        now = {k: times[k % 2] % 40 for k in range(14)}
-        here = [k for k in drawn if begin[k] <= now[k] < end[k]]
+        key = derive_key(KEY, SELECT, round)
+        drawn = np.asarray(pick.draw(key, round, toy.train.size)).tolist()
         done = {}
         for g in (0, 1):
-            mine = [k for k in here if k % 2 == g]
-            done |= visits(models[g], toy, mine, round, local)
+            members = [k for k in drawn if k % 2 == g]
+            done |= visits(models[g], toy, members, round, local)
         seconds = {
             k: v.steps * step_seconds[k] + 2 * 24 * 4 / bandwidth[k] for k, v in done.items()
         }
-        gone = [k for k in here if now[k] + seconds[k] > end[k]]
         durations, counted = [], []
         for g in (0, 1) if per_group else (None,):
-            of_clock = [k for k in here if g in (None, k % 2)]
-            answers = sorted(seconds[k] for k in of_clock if k not in gone)
-            wait = max(4 * len(of_clock) // max(len(here), 1), 1) if per_group else 4
-            if answers:
-                durations.append(answers[min(wait, len(answers)) - 1])
-            elif of_clock:
-                durations.append(max(end[k] - now[k] for k in of_clock))
-            else:
-                pool = [k for k in range(14) if g in (None, k % 2) and toy.train.size[k] > 0]
-                on = [k for k in pool if begin[k] <= now[k] < end[k]]
-                durations.append(0 if on else min((begin[k] - now[k]) % 40 for k in pool))
-            silent += not answers
-            counted += [k for k in of_clock if k not in gone and seconds[k] <= durations[-1]]
+            of_clock = [k for k in drawn if g in (None, k % 2)]
+            answers = sorted(seconds[k] for k in of_clock)
+            wait = max(4 * len(of_clock) // len(drawn), 1) if per_group else 4
+            durations.append(answers[min(wait, len(answers)) - 1] if answers else 0)
+            counted += [k for k in of_clock if seconds[k] <= durations[-1]]
         for g in (0, 1):
             trained_by = [done[k] for k in counted if k % 2 == g and done[k].weight]
             if trained_by:
                 models[g] = mean([v.model for v in trained_by], [v.weight for v in trained_by])
-        before = ledger(state.traffic)
         state, info = one_round(KEY, state, toy)
         times += durations if per_group else durations * 2
-        assert (info.selected, info.fault_counts.dropped) == (len(here), len(gone)), round
-        assert info.late == len(here) - len(gone) - len(counted)
+        assert info.late == len(drawn) - len(counted)
         assert_models_close(state.groups, models)
         np.testing.assert_allclose(info.seconds, max(durations), rtol=1e-5)
-        sent = ledger(state.traffic)
-        assert sent.units_down - before.units_down == len(here)
-        assert sent.units_up - before.units_up == len(here) - len(gone)
         found = [count_to_int(each) for each in state.clock_ms.reshape(-1, 2)]
         np.testing.assert_allclose(found, 1000 * times[: len(found)], atol=round + 1)
-        times = np.array([found[0], found[-1]]) / 1000  # whole milliseconds from here on
-        lost, empty = lost + len(gone), empty + 9 - len(here)
-    assert lost > 3 and empty > 20 and silent > 0
+        late += int(info.late)
+    assert late > 20
 
 
 def round_half_even(number):

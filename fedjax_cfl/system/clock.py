@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.availability import Presence, PresenceFn
 from fedjax_cfl.system.reports import add_bills, add_counts, list_bills, make_count, sum_bytes
 from fedjax_cfl.system.select import groups_of
-from fedjax_cfl.types import Bill, Cohort, FederatedData, Report, State, Upload
+from fedjax_cfl.types import Bill, Cohort, Report, State, Upload
 
 TRAIN_TO_INFERENCE = 3  # forward and backward, relative to forward
 
@@ -47,7 +46,6 @@ class Clock(NamedTuple):
     # infer so many samples before training begins; None: that takes no time
     ask_seconds: Callable[[jax.Array, jax.Array], jax.Array] | None = None
     server_seconds: float = 0.0  # added to a round in which clients report drift
-    presence: PresenceFn | None = None  # who is online; None: all clients always are
     per_group: bool = False  # each group has a clock of its own, see the module
 
 
@@ -111,20 +109,11 @@ class RoundEnd(NamedTuple):
 
     duration: jax.Array  # [n] float32 seconds
     late: jax.Array  # [S] bool, the answer came after the end
-    gone: jax.Array  # [S] bool, offline before it could answer
 
 
 def clock_of(clock: Clock, gid: jax.Array) -> jax.Array:
     """Returns the number of the clock [...] that times group `gid` [...]."""
     return gid if clock.per_group else jnp.zeros_like(gid)
-
-
-def find_presence(clock: Clock | None, state: State) -> Presence | None:
-    """Returns who is online at the start of the round; None: all clients always are."""
-    if clock is None or clock.presence is None:
-        return None
-    times = state.clock_ms.reshape(-1, 2)
-    return clock.presence(times[clock_of(clock, groups_of(state))])
 
 
 def latest(values: jax.Array, clock: jax.Array, count: int) -> jax.Array:
@@ -189,64 +178,33 @@ def client_seconds(
 
 def end_round(
     clock: Clock,
-    state: State,
-    data: FederatedData,
     cohort: Cohort,
     gid: jax.Array,
     answers: jax.Array,
     seconds: jax.Array,
     waited: jax.Array,
+    num_clients: int,
 ) -> RoundEnd:
-    """Returns when a round ends, and whose answers come too late or not at all.
+    """Returns when a round ends, and whose answers come too late.
 
-    A client whose interval ends before it has answered is gone. With a clock for each group, a
-    group waits for its share of `clock.wait_for` answers, at least one. If no client on a clock
-    answers, its round lasts until the last client that could have answered is gone. If no
-    client on a clock was selected because all are offline, its round lasts until the first of
-    them comes back.
+    With a clock for each group, a group waits for its share of `clock.wait_for` answers, at least
+    one. If no client on a clock answers, its round lasts as long as what came before training.
 
     Args: `gid` [S] int32 is the group whose model each slot trained; `answers` [S] bool are the
-    clients that answer if they stay online; `seconds` [S] is how long each takes once training
-    begins; `waited` [n] are the seconds before that, see `wait_before`.
+    clients that answer; `seconds` [S] is how long each takes once training begins; `waited` [n]
+    are the seconds before that, see `wait_before`; `num_clients` is K.
     """
-    count, clients = waited.size, state.assignment.size
-    own = clock_of(clock, gid)
-    here, gone, real = find_presence(clock, state), jnp.zeros_like(answers), cohort.ids < clients
-    stay = jnp.zeros_like(seconds)
-    if here is not None:
-        stay = cohort.take(here.stay)
-        gone = real & (waited[own] + seconds > stay)
-    member = (own == jnp.arange(count)[:, None]) & real  # [n, S]
+    own, real = clock_of(clock, gid), cohort.ids < num_clients
+    member = (own == jnp.arange(waited.size)[:, None]) & real  # [n, S]
     selected = member.sum(axis=1)
     shares = selected
     if clock.wait_for is not None:
         shares = clock.wait_for * selected // jnp.maximum(selected.sum(), 1)
         shares = jnp.maximum(shares, 1) if clock.per_group else jnp.full(1, clock.wait_for)
-    duration, late = jax.vmap(
-        lambda member, wait: find_duration(seconds, answers & ~gone & member, wait)
-    )(member, shares)
-    duration += waited
-    if here is not None:
-        silent = ~jnp.any(member & answers & ~gone, axis=1)
-        absent = jnp.where(data.train.size > 0, here.absent, jnp.inf)
-        back = until_online(absent, clock_of(clock, groups_of(state)), count)
-        left = latest(jnp.where(gone, stay, 0.0), own, count)
-        idle = jnp.where(selected > 0, left, back)
-        duration = jnp.where(silent, jnp.maximum(waited, idle), duration)
-    return RoundEnd(duration, jnp.any(late, axis=0), gone)
-
-
-def until_online(absent: jax.Array, clock: jax.Array, count: int) -> jax.Array:
-    """Returns the seconds [count] until the first client of each `clock` [K] is online, each
-    after `absent` [K] seconds; 0 where
-    no client ever is.
-
-    Hours are rounded up: float32 has them to a few milliseconds, and a clock that stops short
-    of the return makes another idle round.
-    """
-    first = jnp.full(count, jnp.inf).at[clock].min(absent)
-    first *= jnp.where(first > 2.0**12, 1 + 2.0**-22, 1.0)
-    return jnp.where(jnp.isfinite(first), first, 0.0)
+    duration, late = jax.vmap(lambda member, wait: find_duration(seconds, answers & member, wait))(
+        member, shares
+    )
+    return RoundEnd(duration + waited, jnp.any(late, axis=0))
 
 
 def advance_clock(clock_ms: jax.Array, duration: jax.Array) -> jax.Array:

@@ -17,7 +17,6 @@ import numpy as np
 
 from fedjax_cfl.data.tables import read_numbers, read_table
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.system.availability import read_availability
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, Clock, CohortSizes, device_profiles
 from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, checked
 
@@ -72,8 +71,6 @@ def fedscale_clock(
     model_factor: PositiveFloat = 1.0,
     overcommit: FromOne = 1.0,
     server_seconds: NonNegativeFloat = 0.0,
-    availability: str | None = None,
-    repeat: PositiveFloat | None = None,
     per_group: bool = False,
 ) -> Clock:
     """Returns FedScale's clock.
@@ -81,10 +78,8 @@ def fedscale_clock(
     Args: `sizes` are those of the run; `path` is that of a table of devices, None: stand-ins drawn
     by `seed`; `model_factor` > 0 multiplies the time of a sample; a round ends with the first
     clients_per_round / `overcommit` answers, so that with 1.3 the slowest quarter counts as late;
-    `server_seconds` >= 0 are added to a round in which clients report drift; `availability` is a
-    table of who is online when, see `availability.read_availability`, None: all clients always are;
-    `repeat`: its intervals repeat after so many seconds, None: from the last end on; `per_group`:
-    each group has a clock of its own, see `system.clock`.
+    `server_seconds` >= 0 are added to a round in which clients report drift; `per_group`: each
+    group has a clock of its own, see `system.clock`.
     """
     clients = sizes.num_clients
     devices = read_profiles(path, clients) if path else stand_in_profiles(clients, seed)
@@ -94,7 +89,6 @@ def fedscale_clock(
     return device_profiles(step, devices.bytes_per_second, wait_for)._replace(
         ask_seconds=asking_seconds(devices.bytes_per_second, sample),
         server_seconds=server_seconds,
-        presence=read_availability(availability, repeat, clients),
         per_group=per_group,
     )
 

@@ -1,4 +1,4 @@
-"""The simulated system of a run: which clients are online, what fails, how long a round takes,
+"""The simulated system of a run: which clients take part, what fails, how long a round takes,
 and what it sends. Methods are not given it: those that read the selection, or what is done with
 updates that are not finite (`clustering.assign.train_without_recording`), were made with it.
 """
@@ -87,22 +87,12 @@ class System(NamedTuple):
         return state.replace(received=group_models(state))
 
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Bill]:
-        """Returns the clients [k] that the selection takes, only such as are online, and what all
-        clients [K] did before that.
-
-        To the selection, an offline client is one without samples, unless the selection is known
-        before the run. If it takes that client all the same, its place in the cohort stays empty.
+        """Returns the clients [k] that the selection takes, and what all clients [K] did before
+        that.
         """
-        key, select, clients = keys[SELECT], self.select, data.num_clients
-        here = clocks.find_presence(self.clock, state)
-        if here is not None and select.draw is None:
-            size = jnp.where(here.stay > 0, data.train.size, 0)
-            data = data.replace(train=data.train.replace(size=size))
+        key, select = keys[SELECT], self.select
         ids = select.select(key, state.selection, state, data)
-        poll = select.poll(key, state, data) if select.poll else no_bill()
-        if here is not None:
-            ids = jnp.where(here.stay[jnp.minimum(ids, clients - 1)] > 0, ids, clients)
-        return ids, poll
+        return ids, select.poll(key, state, data) if select.poll else no_bill()
 
     def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
         """Returns the work that each client completes: stragglers take fewer steps."""
@@ -129,10 +119,9 @@ class System(NamedTuple):
         """Returns the updates that reach the server in time, and what the training took. What a
         client was planned to send up with its update is counted only if it answers.
 
-        The update of a late client is not used; it is counted as sent, and the client as late. One
-        that goes offline before it answers counts as dropped. A client's time includes the traffic
-        and the inference of what was planned, but not a model that it received before it was
-        selected.
+        The update of a late client is not used; it is counted as sent, and the client as late. A
+        client's time includes the traffic and the inference of what was planned, but not a model
+        that it received before it was selected.
 
         Args: `counts` is what went wrong with each slot [S]; `ships_model` is False where what a
         client receives is in the plan's reports already; `model_bytes` is the size of what is
@@ -152,12 +141,10 @@ class System(NamedTuple):
             reports = [sent, *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
             end = clocks.end_round(
-                clock, state, data, cohort, log.sent_group, answered, seconds, waited
+                clock, cohort, log.sent_group, answered, seconds, waited, clients
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
-            counts = counts.replace(dropped=jnp.maximum(counts.dropped, end.gone))
-            answered &= ~end.gone
-            upload = faults.drop_updates(end.late | end.gone, upload)
+            upload = faults.drop_updates(end.late, upload)
         report = make_report(
             make_bill(units_down=downloads, units_up=answered),
             fault_counts=sum_fault_counts(counts, cohort),
