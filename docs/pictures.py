@@ -117,19 +117,18 @@ def draw_round() -> None:
 MOVES = (
     "algorithm=flexcfl algorithm.m=4 dataset.groups=4 partition=iid concept=rotate model=mlp"
     " dataset.clients=60 clients_per_round=20 drift=swap_all drift.p=0.02 rounds=60"
-    " evaluate.similarity=60"
 )
 
 
 def draw_moves() -> None:
-    """Who moves where while pairs of clients exchange their data, and who is like whom."""
+    """Who moves where while pairs of clients exchange their data, and which groups were found."""
     with tempfile.TemporaryDirectory() as folder:
         command, run = [sys.executable, "-m", "fedjax_cfl"], f"{folder}/run"
         subprocess.run([*command, *MOVES.split(), f"run_dir={run}"], check=True)
         out = [f"--out={folder}/report.html", f"--pictures={folder}"]
         subprocess.run([*command, "report", run, *out], check=True)
         shutil.copy(f"{folder}/0-alluvial.png", FOLDER / "alluvial.png")
-        shutil.copy(f"{folder}/0-groups.png", FOLDER / "similarity.png")
+        shutil.copy(f"{folder}/0-groups.png", FOLDER / "groups.png")
 
 
 if __name__ == "__main__":

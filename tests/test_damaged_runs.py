@@ -21,7 +21,7 @@ from fedjax_cfl.runs.saved_models import load_arrays
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=3 local.epochs=1 model=mclr algorithm=ifca"
     " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
-    " evaluate.similarity=6 checkpoint.every=50"
+    " checkpoint.every=50"
 )
 K = 12
 WHOLE = [0] * K
@@ -128,7 +128,7 @@ def with_index(change):
     return save_again(lambda arrays: arrays | {INDEX: change(arrays[INDEX])})
 
 
-C, A, S = "clients.parquet", "assignments.parquet", "similarity.parquet"
+C, A = "clients.parquet", "assignments.parquet"
 NONE = "column group must hold whole numbers, -1 for none"
 LABELS = "column labels must hold"
 ANOTHER = "is of another run than the files beside it"
@@ -164,8 +164,7 @@ BOTH = {  # what `report` and `predict` refuse
     "no Parquet": (lambda folder: (folder / C).write_bytes(b"PAR1"), "cannot be read"),
     "other clients": (exchange(C), ANOTHER),
     "other assignments": (exchange(A), ANOTHER),
-    "other similarity": (exchange(S), ANOTHER),
-    "similarity as clients": (lambda folder: shutil.copy(folder / S, folder / C), "no column"),
+    "assignments as clients": (lambda folder: shutil.copy(folder / A, folder / C), "no column"),
     "assignments without rounds": (change(A, round=None), "it has no column round"),
     "assignments of no evaluation": (cut(A, 0), "it has no rows"),
     "assignments of one evaluation": (cut(A, 1), "its rounds are not those of metrics.jsonl"),
@@ -181,12 +180,6 @@ BOTH = {  # what `report` and `predict` refuse
     "a sample beyond the clients": (note(A, "[1, 99]", [[0, 0]] * 3), "client number 99"),
     "a sample of one client twice": (note(A, "[1, 1]", [[0, 0]] * 3), "its clients are not"),
     "a sample of text": (note(A, '["a", "b"]', [[0, 0]] * 3), "its clients are not"),
-    "similarity beyond the clients": (change(S, client=[1, 2, 3, 4, 5, 99]), "client number 99"),
-    "similarity of nobody": (cut(S, 0), "it has no rows"),
-    "half a similarity": (cut(S, 3), "not one value for each pair"),
-    "flat similarity": (change(S, similarity=[1.0] * 6), "similarity must hold lists of cosines"),
-    "text similarity": (change(S, similarity=[["a"] * 6] * 6), "must hold cosines, from -1 to 1"),
-    "similarity of NaN": (change(S, similarity=[[np.nan] * 6] * 6), "must hold cosines"),
     "text loss": (edit_row(test_loss="abc"), f"round 2: test_loss {ROW}"),
     "text in sizes": (edit_row(group_sizes=["a", 1]), f"group_sizes {ROW}"),
     "more sizes": (edit_row(group_sizes=[1, 2, 3]), "group_sizes is a list in some rows"),

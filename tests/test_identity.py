@@ -114,7 +114,7 @@ def test_what_a_continuation_may_change_is_no_part_of_the_identity(toy):
     free = {"rounds": 9, "eval_every": 2, "eval_auxiliary": True, "eval_distance": True}
     for name, value in free.items():
         assert identity(**{name: value}) == identity(), name
-    assert identity(evaluate={"finetune": 3, "similarity": True}) == identity()
+    assert identity(evaluate={"finetune": 3}) == identity()
     for more in (
         {"local": {"lr": 0.2}},
         {"seed": 1},

@@ -3,7 +3,6 @@ group are.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -16,40 +15,22 @@ from fedjax_cfl.analysis.plot import new_figure
 SHOWN_CLIENTS = 300  # of a matrix of similarities
 
 
-class Likeness(NamedTuple):
-    """How alike the clients of each pair are."""
-
-    clients: np.ndarray  # [n] int, their rows of clients.parquet
-    values: np.ndarray  # [n, n]
-    title: str
-    unit: str
-    least: float  # that a value can be
-
-
-def draw_final_groups(
-    table: dict[str, np.ndarray], title: str, similarity: dict[str, np.ndarray] | None = None
-) -> Figure | None:
-    """Draws found against true groups, and how alike clients' training labels and updates
-    are, as far as each is known; None where a method has no groups or nothing is known.
-
-    `table` is clients.parquet, `similarity` similarity.parquet.
+def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None:
+    """Draws found against true groups, and how alike clients' training labels are, as far as each
+    is known; None where a method has no groups or nothing is known. `table` is clients.parquet.
     """
-    group, concept = table["group"], table["concept"]
+    group, concept, labels = table["group"], table["concept"], table.get("labels")
     if not flows.has_groups(group[None]):
         return None
     known = bool(((concept >= 0) & (group >= 0)).any())
-    alike = [] if table.get("labels") is None else [compare_labels(group, table["labels"])]
-    if similarity is not None:
-        rows, cosines = similarity["client"], similarity["similarity"]
-        alike.append(Likeness(rows, cosines, "updates from one model", "cosine of updates", -1.0))
-    if not known and not alike:
+    panels = known + (labels is not None)
+    if not panels:
         return None
-    panels = known + len(alike)
     axes = new_figure(6.2 * panels, 5.4, title).subplots(1, panels, squeeze=False)[0]
     if known:
         _draw_contingency(axes[0], group, concept)
-    for own, likeness in zip(axes[int(known) :], alike, strict=True):
-        _draw_likeness(own, group, concept, table.get("labels"), likeness)
+    if labels is not None:
+        _draw_likeness(axes[-1], group, concept, labels)
     return axes[0].figure
 
 
@@ -94,31 +75,16 @@ def measure_similarity(labels: np.ndarray) -> np.ndarray:
     return np.stack([1 - np.abs(shares - own).sum(1) / 2 for own in shares])
 
 
-def compare_labels(group: np.ndarray, labels: np.ndarray) -> Likeness:
-    """Returns how alike the training labels [K, C] of clients with a group are; of many,
-    some are drawn.
+def _draw_likeness(axes: Axes, group: np.ndarray, concept: np.ndarray, labels: np.ndarray) -> None:
+    """Draws how alike the training labels [K, C] of clients with a group are; of many, some are
+    drawn.
     """
     met = np.flatnonzero((group >= 0) & (labels.sum(1) > 0))
     if met.size > SHOWN_CLIENTS:
         met = np.sort(np.random.default_rng(0).choice(met, SHOWN_CLIENTS, replace=False))
-    unit = "1 - total variation distance of label shares"
-    return Likeness(met, measure_similarity(labels[met]), "training labels", unit, 0.0)
-
-
-def _draw_likeness(
-    axes: Axes,
-    group: np.ndarray,
-    concept: np.ndarray,
-    labels: np.ndarray | None,
-    likeness: Likeness,
-) -> None:
-    met = likeness.clients
-    frequent = np.zeros(met.size) if labels is None else labels[met].argmax(1)
-    order = np.lexsort((frequent, concept[met], group[met]))
-    alike, own = likeness.values[order][:, order], group[met][order]
-    image = axes.imshow(alike, cmap="viridis", vmax=1, interpolation="nearest")
-    # cosines are seldom negative: the scale goes no lower than they do
-    image.set_clim(vmin=max(likeness.least, float(np.floor(10 * alike.min(initial=0)) / 10)))
+    met = met[np.lexsort((labels[met].argmax(1), concept[met], group[met]))]
+    alike, own = measure_similarity(labels[met]), group[met]
+    image = axes.imshow(alike, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
     edges = np.flatnonzero(np.diff(own)) + 0.5
     for edge in edges:
         axes.axhline(edge, color="white", linewidth=1)
@@ -131,11 +97,12 @@ def _draw_likeness(
     inside, outside = alike[same & ~np.eye(len(met), dtype=bool)], alike[~same]
     means = [f"{part.mean():.2f}" if part.size else "-" for part in (inside, outside)]
     axes.set_title(
-        f"Likeness of {likeness.title} ({len(met):,} of {group.size:,} clients)\n"
+        f"Likeness of training labels ({len(met):,} of {group.size:,} clients)\n"
         f"mean within groups {means[0]}, between them {means[1]}",
         loc="left",
         fontsize=11,
     )
     axes.set_xlabel("clients, by group")
     axes.set_ylabel("clients, by group")
-    axes.figure.colorbar(image, ax=axes, shrink=0.8).set_label(likeness.unit)
+    bar = axes.figure.colorbar(image, ax=axes, shrink=0.8)
+    bar.set_label("1 - total variation distance of label shares")

@@ -243,14 +243,14 @@ def list_clients(
 
 def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     """Returns the pictures of a run, None where there is nothing to draw."""
-    table, found, alike = read_run_tables(run)
+    table, found = read_run_tables(run)
     labels = None if table is None or found is None else table.get("labels")
     if found is not None and labels is not None:
         labels = labels[found.clients]
     return {
         "curves": draw_curves(run["rows"], ""),
         "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
-        "groups": None if table is None else draw_final_groups(table, "", alike),
+        "groups": None if table is None else draw_final_groups(table, ""),
     }
 
 

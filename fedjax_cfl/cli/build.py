@@ -207,14 +207,10 @@ def note(line: str | None) -> None:
 
 
 def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
-    """Raises InputError for extras that clients who mix all models do not have."""
-    asked = {name: config["evaluate"][name] for name in ("finetune", "similarity")}
-    if any(asked.values()):
+    """Raises InputError for fine-tuning by clients that mix all models."""
+    if epochs := config["evaluate"]["finetune"]:
         state = jax.eval_shape(algorithm.init, jax.random.key(config["seed"]), data)
-        served = jax.eval_shape(algorithm.serve, state)
-        for name, value in asked.items():
-            if value:
-                refuse_mixture(f"evaluate.{name}={value}", served)
+        refuse_mixture(f"evaluate.finetune={epochs}", jax.eval_shape(algorithm.serve, state))
 
 
 def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
@@ -343,7 +339,7 @@ def check_extras(config: dict[str, Any], drift: Drift) -> None:
         "resident=device": config["resident"] == "host",
         "coordinator=null": config["coordinator"] is not None,
     }
-    for extra in ("finetune", *NEWCOMERS, "similarity"):
+    for extra in ("finetune", *NEWCOMERS):
         wrong = needs | ({"drift=none": drift.moves} if extra in NEWCOMERS else {})
         asked = config["evaluate"][extra]
         for setting in (setting for setting, missed in wrong.items() if asked and missed):
@@ -365,10 +361,7 @@ def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> 
     evaluate = config["evaluate"]
     needs |= {"evaluate.validation=0.2, or another share": not evaluate["validation"]}
     if evaluate["choose"] != "last":  # these begin with the last models
-        needs |= {
-            f"evaluate.{name}=0": bool(evaluate[name])
-            for name in ("finetune", *NEWCOMERS, "similarity")
-        }
+        needs |= {f"evaluate.{name}=0": bool(evaluate[name]) for name in ("finetune", *NEWCOMERS)}
     for setting in (setting for setting, missed in needs.items() if missed):
         raise InputError(f"{asked}: needs {setting}")
 

@@ -1,6 +1,4 @@
-"""Builds what a run measures once, at its end: `evaluate.finetune`,
-`evaluate.new_clients` and `evaluate.similarity`.
-"""
+"""Builds what a run measures once, at its end: `evaluate.finetune` and `evaluate.new_clients`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +18,12 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
 from fedjax_cfl.runs.finish import Extras
-from fedjax_cfl.runs.results import NEW_CLIENTS_FILE, SIMILARITY_FILE
+from fedjax_cfl.runs.results import NEW_CLIENTS_FILE
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.evaluate import ClientTable
 from fedjax_cfl.simulation.personalize import (
     NewClients,
     assign_newcomers,
-    compare_updates,
     finetune_clients,
     next_key,
 )
@@ -39,7 +36,7 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
     """Returns what measures the extras that the settings of a run ask for; `local` is how its
     clients train.
     """
-    epochs, compared = (config["evaluate"][name] for name in ("finetune", "similarity"))
+    epochs = config["evaluate"]["finetune"]
     algorithm, task = setup.algorithm, setup.task
     at_once = config["clients_per_round"]
 
@@ -64,10 +61,6 @@ def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable
                 columns = found.tables[NEW_CLIENTS_FILE]
                 columns[f"finetuned_{name}"] = getattr(tuned, name)
                 found.numbers[f"new_clients_finetuned_{name}"] = mean_score(task, tuned)
-        if compared:
-            served, key = algorithm.serve(result.state), next_key(config["seed"], result.state)
-            clients, alike = compare_updates(task, local, served, result.data, key, compared)
-            found.tables[SIMILARITY_FILE] = {"client": clients, "similarity": alike}
         return found
 
     return measure

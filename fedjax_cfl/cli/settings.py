@@ -60,7 +60,6 @@ OWN: dict[str, Any] = {
     "evaluate.finetune": NaturalInt,  # epochs
     "evaluate.new_clients": BelowOne,
     "evaluate.validation_clients": BelowOne,
-    "evaluate.similarity": NaturalInt,  # clients
     "local.width": Literal["auto"] | PositiveInt,
     "preset.l2": NonNegativeFloat | None,
 }

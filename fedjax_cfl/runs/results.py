@@ -22,24 +22,20 @@ import yaml
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
-from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, Column, read_columns
+from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, read_columns
 from fedjax_cfl.runs.regular_files import read_regular
 from fedjax_cfl.scores import SCORES, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
 INDEX_FILE = "index.csv"  # of a sweep: what varies between its runs
-NEW_CLIENTS_FILE, SIMILARITY_FILE = "new_clients.parquet", "similarity.parquet"
+NEW_CLIENTS_FILE = "new_clients.parquet"
 # what is read of them; other columns hold numbers
 PEOPLE = {"client": NAME, "group": GROUP, "concept": GROUP}
 PEOPLE |= {"train_samples": COUNT, "test_samples": COUNT}
 COLUMNS = {
     CLIENTS_FILE: {**PEOPLE, "labels": COUNT._replace(lists=True)},
     NEW_CLIENTS_FILE: PEOPLE,
-    SIMILARITY_FILE: {
-        "client": COUNT._replace(needed=True),  # its row in clients.parquet
-        "similarity": Column("cosines, from -1 to 1", -1.001, 1.001, lists=True),
-    },
 }
 # of a row: a value for each group, or for each true group
 LIST_FIELDS = ("group_sizes", "group_loss", "group_discrepancy")

@@ -19,8 +19,7 @@ from fedjax_cfl.validation import PositiveFloat, PositiveInt
 
 # Settings, in addition to those of `is_execution`, that a continuation of a run may change:
 # they do not change what has been computed already.
-RESUME_MAY_CHANGE = ("rounds", "eval_every", "eval_auxiliary", "eval_distance")
-RESUME_MAY_CHANGE += ("evaluate.finetune", "evaluate.similarity")
+RESUME_MAY_CHANGE = ("rounds", "eval_every", "eval_auxiliary", "eval_distance", "evaluate.finetune")
 
 
 class CheckpointSettings(NamedTuple):

@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, Assignments, read_assignments
-from fedjax_cfl.runs.results import CLIENTS_FILE, SIMILARITY_FILE, SUMMARY_FILE, read_clients
+from fedjax_cfl.runs.results import CLIENTS_FILE, SUMMARY_FILE, read_clients
 
 
 class Tables(NamedTuple):
@@ -15,7 +15,6 @@ class Tables(NamedTuple):
 
     clients: dict[str, np.ndarray] | None  # of clients.parquet, a column [K] each
     assignments: Assignments | None  # groups at every evaluation
-    similarity: dict[str, np.ndarray] | None  # of similarity.parquet
 
 
 def read_tables(
@@ -30,11 +29,8 @@ def read_tables(
     if not isinstance(run_id, str | None):
         raise InputError(f"{run_dir / SUMMARY_FILE}: run_id is no text, expected what a run writes")
     clients = summary.get("clients") if clients is None else clients
-
-    def read(name: str) -> dict[str, np.ndarray] | None:
-        return read_clients(run_dir, name, run_id) if (run_dir / name).exists() else None
-
-    table, alike = read(CLIENTS_FILE), read(SIMILARITY_FILE)
+    written = (run_dir / CLIENTS_FILE).exists()
+    table = read_clients(run_dir, CLIENTS_FILE, run_id) if written else None
     found = read_assignments(run_dir, run_id)
     count = clients if table is None else len(table["client"])
     if clients is not None and count != clients:
@@ -45,11 +41,7 @@ def read_tables(
         if not ordered or not np.isin(found.rounds, evaluated).all():
             refuse(run_dir / ASSIGNMENTS_FILE, "its rounds are not those of metrics.jsonl")
         check_fits(run_dir / ASSIGNMENTS_FILE, found.clients, count)
-    if alike is not None:
-        check_fits(run_dir / SIMILARITY_FILE, alike["client"], count)
-        if alike["similarity"].shape[1] != len(alike["client"]):
-            refuse(run_dir / SIMILARITY_FILE, "it has not one value for each pair of its clients")
-    return Tables(table, found, alike)
+    return Tables(table, found)
 
 
 def check_fits(path: Path, places: np.ndarray, clients: int | None) -> None:

@@ -1,5 +1,5 @@
 """What personalised federated learning also reports: clients that train on from their
-group's model, how alike they train, and clients that took no part in the run.
+group's model, and clients that took no part in the run.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,6 @@ from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.simulation.evaluate import ClientTable, evaluate_clients, used_models
@@ -77,39 +76,6 @@ def finetune_clients(
         )
     assert found is not None
     return found
-
-
-def compare_updates(
-    task: Task, local: Local, served: ServedModels, data: FederatedData, key: Key, most: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns clients [n] int32 that have a model and training samples, and the cosines [n, n]
-    of their updates.
-
-    All train from the same model, the mean of those that they are served, for as long as in a
-    round; so their updates differ by their data alone. All updates are in memory at once.
-
-    Args: `local` is how they train, without schedule; `served` says which
-    model each has; `key` draws the clients and their batches; `most` is the largest n, and
-    fewer clients are all taken. Raises InputError for mixtures.
-    """
-    refuse_mixture("evaluate.similarity", served)
-    local = local.replace(schedule=None)
-    train = over_clients(sgd(task, local), local.execution)
-    able = np.flatnonzero((np.asarray(served.model_index) >= 0) & (np.asarray(data.train.size) > 0))
-    drawn = np.asarray(jax.random.permutation(key, able.size))[:most]
-    ids = np.sort(able[drawn]).astype(np.int32)
-
-    @jax.jit
-    def compare(ids, served, data, key):
-        groups = served.model_index[ids]
-        mean = jax.tree.map(lambda leaf: jnp.mean(leaf[groups], axis=0)[None], served.models)
-        cohort = make_cohort(ids, data, local.execution)
-        upload = train(cohort, data, (key, mean), full_work(jnp.zeros_like(cohort.ids)))
-        rows = jnp.argsort(cohort.rank)[: ids.size]  # in the order of `ids`
-        delta = take_rows(upload.delta, rows)
-        return cosine(delta, delta)
-
-    return ids, np.asarray(compare(ids, served, data, key)) if ids.size else np.zeros((0, 0))
 
 
 def refuse_mixture(setting: str, served: ServedModels) -> None:
