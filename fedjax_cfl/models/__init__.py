@@ -1,9 +1,8 @@
 """Models of the papers, and the `Task` that an algorithm sees of one."""
 
 from fedjax_cfl.models.layers import BatchNorm, BatchStatNorm, GroupNorm
-from fedjax_cfl.models.residual import MobileNetV2, ResNet18, ShuffleNetV2
+from fedjax_cfl.models.residual import MobileNetV2, ResNet18
 from fedjax_cfl.models.task import as_task, count_params, model_bytes
-from fedjax_cfl.models.transformer import ViT
 from fedjax_cfl.models.zoo import (
     MCLR,
     MLP,
@@ -37,10 +36,8 @@ __all__ = [
     "MnistCNN",
     "MobileNetV2",
     "ResNet18",
-    "ShuffleNetV2",
     "StackedGRU",
     "StackedLSTM",
-    "ViT",
     "as_task",
     "count_params",
     "model_bytes",

@@ -1,5 +1,4 @@
-"""Residual and mobile networks: ResNet-18, MobileNetV2, ShuffleNetV2, for small images
-and large.
+"""Residual and mobile networks: ResNet-18, MobileNetV2, for small images and large.
 
 Every normalisation is made by `norm`, group normalisation by default: it keeps no
 statistics, sees one sample at a time and is the same function in training and in test.
@@ -13,7 +12,6 @@ from functools import partial
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from fedjax_cfl.models.convolution import Conv, DepthwiseConv
 from fedjax_cfl.models.layers import GroupNorm, add_channel_axis, dense
@@ -111,46 +109,6 @@ class MobileNetV2(nn.Module):
         return dense(self.num_classes, "head")(x.mean((1, 2)))
 
 
-class ShuffleNetV2(nn.Module):
-    """ShuffleNetV2 (Ma et al., ECCV 2018, https://arxiv.org/abs/1807.11164): 5,549,896
-    parameters with 100 classes (the x2.0 network).
-
-    `features` are the channels of the stages and of the last layer: x1.0 has
-    (116, 232, 464, 1024), 1,356,104 parameters. With `small_images` the stem keeps the
-    resolution.
-    """
-
-    num_classes: int
-    features: tuple[int, ...] = (244, 488, 976, 2048)
-    blocks: tuple[int, ...] = (4, 8, 4)
-    small_images: bool = True
-    norm: Norm = GroupNorm
-
-    @nn.compact
-    def __call__(self, x: jax.Array, owner: jax.Array | None = None) -> jax.Array:
-        """[B, H, W] or [B, H, W, channels] -> [B, C]."""
-
-        def unit(x: jax.Array, features: int, kernel: int, stride: int, relu: bool) -> jax.Array:
-            return _Unit(features, kernel, stride, relu, self.norm)(x, owner)
-
-        def branch(x: jax.Array, features: int, stride: int) -> jax.Array:
-            x = unit(unit(x, features, 1, 1, True), 0, 3, stride, False)
-            return unit(x, features, 1, 1, True)
-
-        x = unit(add_channel_axis(x), 24, 3, 1 if self.small_images else 2, True)
-        if not self.small_images:
-            x = nn.max_pool(x, (3, 3), (2, 2), "SAME")
-        for features, blocks in zip(self.features[:-1], self.blocks, strict=True):
-            half = features // 2
-            kept = unit(unit(x, 0, 3, 2, False), half, 1, 1, True)
-            x = _shuffle(kept, branch(x, half, 2))
-            for _ in range(blocks - 1):
-                kept, changed = jnp.split(x, 2, axis=-1)
-                x = _shuffle(kept, branch(changed, half, 1))
-        x = unit(x, self.features[-1], 1, 1, True)
-        return dense(self.num_classes, "head")(x.mean((1, 2)))
-
-
 class _Unit(nn.Module):
     """A convolution without bias, its normalisation, and relu (MobileNetV2: relu is not
     capped at 6); `features` 0: depthwise.
@@ -172,8 +130,3 @@ class _Unit(nn.Module):
         )
         x = self.norm()(x, owner)
         return nn.relu(x) if self.relu else x
-
-
-def _shuffle(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Interleaves the channels of two halves [B, H, W, C / 2] -> [B, H, W, C]."""
-    return jnp.stack([a, b], axis=-1).reshape(*a.shape[:-1], 2 * a.shape[-1])
