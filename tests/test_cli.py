@@ -130,7 +130,7 @@ REFUSED = {
     "algorithm.pretrain=50": "algorithm.pretrain=50: iters:N",
     "algorithm=ifca algorithm.start=warm": "algorithm.start=warm: random",
     "algorithm=ifca algorithm.aggregate=median": "algorithm.aggregate=median: uniform, samples",
-    "algorithm.detector=eq9": "algorithm.detector=eq9: tv, label_w1",
+    "algorithm.detector=eq9": "algorithm.detector=eq9: tv, counts_as_samples",
     "algorithm.pretrain=iters": "algorithm.pretrain=iters: iters:N",
     "discard=foo": "discard=foo: rounds, met, none",
     "precision=tensorfloat32": "precision=tensorfloat32: CPUs always use float32",

@@ -43,7 +43,7 @@ CLIENT_BLOCK = 32
 
 # (counts, reference, initial_size) -> which clients [K] bool have shifted, see the module
 DetectFn = TypeAliasType("DetectFn", Callable[[jax.Array, jax.Array, jax.Array], jax.Array])
-DetectorName = Literal["tv", "label_w1", "counts_as_samples", "any_change"]
+DetectorName = Literal["tv", "counts_as_samples", "any_change"]
 
 
 def tv(
@@ -64,17 +64,6 @@ def any_change(counts: jax.Array, reference: jax.Array, initial_size: jax.Array)
     return tv(counts, reference, initial_size, 0.0)
 
 
-def label_w1(
-    counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.6
-) -> jax.Array:
-    """Detects a Wasserstein distance of the label shares above `threshold`, in labels
-    (default: 20 % of the data moved by 3 labels).
-
-    This is what the words of the paper say. For it, label 3 is nearer to 4 than to 7.
-    """
-    return label_wasserstein(counts, reference) > threshold + ROUNDING
-
-
 def counts_as_samples(
     counts: jax.Array, reference: jax.Array, initial_size: jax.Array, threshold: ArrayLike = 0.2
 ) -> jax.Array:
@@ -90,30 +79,16 @@ def counts_as_samples(
 
 DETECTORS: dict[str, DetectFn] = {
     "tv": tv,
-    "label_w1": label_w1,
     "counts_as_samples": counts_as_samples,
     "any_change": any_change,
 }
 
 
 def total_variation(counts: jax.Array, reference: jax.Array) -> jax.Array:
-    """Returns 1/2 sum_k |c_k / sum c - r_k / sum r| [K], from 0 to 1."""
-    now, then = to_shares(counts), to_shares(reference)
-    return _of_clients_with_data(0.5 * jnp.sum(jnp.abs(now - then), axis=1), counts, reference)
-
-
-def label_wasserstein(counts: jax.Array, reference: jax.Array) -> jax.Array:
-    """Returns sum_{k<C} |CDF_c(k) - CDF_r(k)| [K], from 0 to C - 1: the Wasserstein-1
-    distance where labels a and b are |a - b| apart.
+    """Returns 1/2 sum_k |c_k / sum c - r_k / sum r| [K], from 0 to 1; 0 for a client without
+    samples, infinity for one that got its first ones.
     """
-    gaps = jnp.cumsum(to_shares(counts) - to_shares(reference), axis=1)[:, :-1]
-    return _of_clients_with_data(jnp.sum(jnp.abs(gaps), axis=1), counts, reference)
-
-
-def _of_clients_with_data(distance, counts, reference):
-    """Sets the distance to 0 for a client without samples, and to infinity for a client
-    that got its first ones.
-    """
+    distance = 0.5 * jnp.sum(jnp.abs(to_shares(counts) - to_shares(reference)), axis=1)
     distance = jnp.where(reference.sum(axis=1) > 0, distance, jnp.inf)
     return jnp.where(counts.sum(axis=1) > 0, distance, 0.0)
 
