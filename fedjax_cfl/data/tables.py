@@ -201,12 +201,12 @@ def read_numbers(frame: "pd.DataFrame", name: str, field: str) -> np.ndarray:
     return values
 
 
-def read_columns(path: Path, header: Sequence[str] | None = None) -> np.ndarray:
+def read_columns(path: Path, header: Sequence[str]) -> np.ndarray:
     """Reads a table [rows, columns] float64. Raises InputError for another `header` than
-    expected (None: any), and for anything but finite numbers.
+    expected, and for anything but finite numbers.
     """
     frame = read_table(path, str(path))
-    if header is not None and list(frame.columns) != list(header):
+    if list(frame.columns) != list(header):
         said = shorten(",".join(frame.columns))
         raise InputError(f"{path}: header is {said}, expected {','.join(header)}")
     return np.stack([read_numbers(frame, name, str(path)) for name in frame.columns], axis=1)

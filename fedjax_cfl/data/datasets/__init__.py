@@ -20,7 +20,6 @@ from fedjax_cfl.data.datasets.images import (
 )
 from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.shakespeare import shakespeare
-from fedjax_cfl.data.datasets.speech_commands import speech_commands
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.datasets.table import csv, from_frame, jsonl, parquet
 
@@ -28,5 +27,5 @@ __all__ = [
     "celeba", "cifar10", "cifar100", "circle", "csv", "digits", "elec2", "fashion_mnist",
     "femnist", "from_arrays", "from_frame", "huggingface", "image_folder",
     "jsonl", "leaf", "mnist", "multi_source_digits", "npy", "npz", "parquet", "rotated_mnist",
-    "sea", "sent140", "shakespeare", "sine", "speech_commands", "synthetic",
+    "sea", "sent140", "shakespeare", "sine", "synthetic",
 ]  # fmt: skip

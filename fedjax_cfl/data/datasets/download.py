@@ -53,7 +53,6 @@ PAGES = {
     **{name: LEAF.format(name) for name in ("celeba", "femnist", "sent140", "shakespeare")},
     "elec2": "its columns are those of https://www.openml.org/d/151",
     "sign_digits": "images are those of https://github.com/ardamavi/Sign-Language-Digits-Dataset",
-    "speech_commands": "counts are of the clients of https://github.com/SymbioticLab/FedScale",
     "usps": "it is at https://www.kaggle.com/datasets/bistaumanga/usps-dataset",
 }
 
