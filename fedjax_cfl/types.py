@@ -317,9 +317,6 @@ class State(struct.PyTreeNode):
     selection: Any  # what the selection remembers, () if nothing
     # [2] uint32 (high, low), simulated milliseconds so far; [m, 2] with a clock for each group
     clock_ms: jax.Array
-    # [K, ...], the model that each client last received, before that the one it is served at the
-    # start; () unless `System.keep_received`
-    received: Params
     start_faults: FaultCounts  # what went wrong at the start; the first round reports it
     # by name, what there is of each client beside its group: `Rows` of each layer, and pytrees
     # [K, ...] of the method

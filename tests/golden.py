@@ -49,7 +49,6 @@ def list_runs() -> dict[str, list[list[str]]]:
         "faults": [*IFCA, *(f"faults.{kind}=0.2" for kind in ("dropout", "straggler", "nan"))],
         "attack": ["algorithm=qfedavg", "faults.byzantine=0.3", "faults.attack=noise"],
         "clock": ["algorithm=fielding", "clock=fedscale", *SWAP],
-        "received": ["algorithm=flexcfl", "test_on=received", *SWAP],
         "grid": [*IFCA, "vectorize=[seed]", "seed=0,1"],
         "traced": [*IFCA, "vectorize=[local.lr]", "local.lr=0.05,0.1"],
         "host": [*IFCA, "resident=host"],

@@ -268,13 +268,6 @@ def test_values_that_are_not_allowed_are_refused(method, setting, value):
     one_line(f"personal.{setting}={value}", method, **{setting: value})
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_what_was_received_cannot_be_tested(linear, local, name):
-    system = cfl.System(select.uniform(COHORT), keep_received=True)
-    one = local.replace(personal=METHODS[name])
-    one_line("test_on=received: clients of", algorithms.fedavg, linear, one, system)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["fine_tune"]))
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):

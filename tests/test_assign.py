@@ -38,7 +38,6 @@ def met(models, assignment, active=None, memory=(), rows=None):
         memory=memory,
         selection=(),
         clock_ms=make_count(0),
-        received=(),
         start_faults=no_faults(),
         rows=rows or {},
     )

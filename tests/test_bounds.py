@@ -268,11 +268,10 @@ def test_runs_in_one_place_are_the_same_in_a_grid_and_on_devices(toy, linear, lo
     ("local_change", "system", "use"),
     [
         ({"personal": ditto()}, {}, "personal=none"),
-        ({}, {"keep_received": True}, "test_on=group"),
         ({}, {"faults": cfl.Faults(dropout=0.1)}, "faults.dropout=0"),
         ({}, {"faults": cfl.Faults(byzantine=0.1)}, "faults.byzantine=0"),
     ],
-    ids=["personal", "received", "dropout", "attackers"],
+    ids=["personal", "dropout", "attackers"],
 )
 def test_one_place_refuses_what_only_clients_have(linear, local, local_change, system, use):
     changed = local.replace(**local_change)

@@ -1,19 +1,16 @@
 """Evaluation, and what a round reports, against a loop over clients."""
 
-from functools import partial
 from types import SimpleNamespace
 
-import chex
 import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, matrix, nightly, one_line
+from conftest import matrix, nightly
 
 import fedjax_cfl as cfl
-from fedjax_cfl import algorithms, sharding
-from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
+from fedjax_cfl import sharding
 from fedjax_cfl.algorithms.ifca import ifca
 from fedjax_cfl.analysis.sets import time_to_keep
 from fedjax_cfl.client.cohort import over_clients
@@ -21,12 +18,11 @@ from fedjax_cfl.client.local import full_work
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import train_label_counts
 from fedjax_cfl.errors import RunError
-from fedjax_cfl.keys import SELECT, TRAIN, derive_key
+from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import random_groups
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.rounds import init_data_state, run_round
 from fedjax_cfl.simulation.rows import discards_accuracy
 from fedjax_cfl.system import select
 from fedjax_cfl.system.reports import count_to_int, make_report
@@ -154,8 +150,7 @@ def test_a_model_that_is_not_finite_has_no_accuracy(toy, linear, models):
     def score(models, index):
         served = ServedModels(models, index)
         algorithm = cfl.Algorithm(init=None, round=None, serve=lambda state: served)
-        state = SimpleNamespace(received=())
-        return evaluate.evaluate_all(algorithm, linear, cfl.make_mesh(1), state, toy, True)[0]
+        return evaluate.evaluate_all(algorithm, linear, cfl.make_mesh(1), None, toy, True)[0]
 
     score = jax.jit(score)
     broken = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.inf), models)
@@ -341,124 +336,3 @@ def test_info_by_numpy(toy, linear, local):
     )
     assert info.clients == 13 and info.cold == 14
     assert count_to_int(info.steps) == 2 * np.ceil(np.array(toy.train.size) / 5).sum()
-
-
-@pytest.mark.nightly
-def test_clients_are_tested_on_what_they_received(toy, linear, local):
-    """By hand, round by round, of a method in which clients migrate; who is in which
-    group is that of the method itself.
-    """
-    choose = select.rr_then_random(5)
-    options = {"m": 2, "alpha": 2, "pretrain": "iters:3"}
-    plain, algorithm = (
-        build(flexcfl, linear, local, cfl.System(choose, keep_received=kept), **options)
-        for kept in (False, True)
-    )
-    drift = cfl.drift.swap_all(p=0.5)
-    state, moving = jax.jit(lambda: (algorithm.init(KEY, toy), init_data_state(drift, KEY, toy)))()
-    step = jax.jit(partial(run_round, algorithm, drift))
-    models = [
-        jax.tree.map(lambda leaf, g=g: np.asarray(leaf[g]), state.groups)
-        for g in np.maximum(state.assignment, 0)
-    ]
-    moved = 0
-    for number in range(6):
-        before = state.groups
-        state, moving, info = step(KEY, state, moving, toy)
-        moved += int(info.migrated)
-        size = moving.apply_to(toy).train.size  # clients without samples are not drawn
-        for client in np.asarray(choose.draw(derive_key(KEY, SELECT, number), number, size)):
-            models[client] = jax.tree.map(
-                lambda leaf, g=int(state.assignment[client]): np.asarray(leaf)[g], before
-            )
-    data, inner = moving.apply_to(toy), state.replace(received=())
-    chex.assert_trees_all_equal(
-        state.received, jax.tree.map(lambda *leaves: np.stack(leaves), *models)
-    )
-    chex.assert_trees_all_equal(algorithm.serve(state), plain.serve(inner))
-    score = jax.jit(
-        lambda of, state: evaluate.evaluate_all(of, linear, cfl.make_mesh(1), state, data, True)[0],
-        static_argnums=0,
-    )
-    row, fresh = score(algorithm, state), score(plain, inner)
-    own = np.where(algorithm.serve(state).model_index >= 0, np.arange(14), -1)
-    guess, _ = answers(linear, state.received, own, data)
-    held = np.asarray(data.y[data.test.order])[guess >= 0]
-    np.testing.assert_allclose(row["accuracy"], np.mean(guess[guess >= 0] == held), rtol=1e-6)
-    assert row["test_loss"] != fresh["test_loss"] and moved
-    for key in ("group_sizes", "ari", "auxiliary_accuracy"):
-        np.testing.assert_array_equal(row[key], fresh[key])
-
-
-CUT = {"eps1": 9.0, "eps2": 0.0, "min_size": 3, "warm_up": 1}
-TWO_IN_THREE = {"rounds": 1, "gamma": 0.0, "min_size": 3}
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("method", "options", "everybody"),
-    [
-        (algorithms.cfl, CUT, (0, 1, 2, 3)),
-        nightly(algorithms.fedcluster, TWO_IN_THREE, (1, 3)),
-        nightly(algorithms.fl_hc, {"warm_up": 1}, (1,)),
-        nightly(algorithms.fl_hc, {"warm_up": 1, "newcomers": "nearest"}, (1,)),
-    ],
-    ids=["cfl", "fedcluster", "fl_hc", "fl_hc newcomers"],
-)
-def test_received_models_of_rounds_that_change_groups(
-    toy, linear, local, method, options, everybody
-):
-    """In rounds that cut or cluster everybody: what a client received is what it trained
-    from, and nobody else's memory changes.
-    """
-    pick = select.rr_then_random(5)
-    pick = select.full_participation() if method is algorithms.cfl else pick
-    kept = cfl.System(pick, keep_received=True)
-    algorithm = build(method, linear, local, kept, m=3, **options)
-    state, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
-    expected, joined = matrix(state.received), 0
-    for number in range(4):
-        before, sent = state, matrix(state.groups)
-        state, info = one_round(KEY, state, toy)
-        if number in everybody:
-            ids, group = np.arange(14), np.maximum(before.assignment, 0)
-        else:
-            ids = np.asarray(pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size))
-            group = np.maximum(state.assignment, 0)
-        assert info.selected == len(ids)
-        expected[ids] = sent[group[ids]]
-        if state.active.sum() > 1:  # client 2 has no samples to take a side by
-            assert np.asarray(algorithm.serve(state).model_index)[2] == -1
-        np.testing.assert_array_equal(matrix(state.received), expected)
-        joined += int(np.sum(before.assignment != state.assignment))
-    assert joined > 14 and state.active.sum() > 1 and len(np.unique(expected, axis=0)) > 1
-
-
-def test_received_models_are_refused_where_clients_are_served_others(toy, linear, local):
-    """Groups in use alone are served, which are rows of all; a personal model, or a part that
-    groups hold, is not what a client received.
-    """
-    kept = cfl.System(select.uniform(3), keep_received=True)
-    plain = build(ifca, linear, local, kept, m=2, max_m=3)
-
-    def personal(state):
-        models = jax.tree.map(lambda leaf: leaf + 1, state.received)
-        return ServedModels(models, jnp.arange(state.assignment.size))
-
-    def with_part(state):
-        return ServedModels({**state.groups, "more": state.groups}, state.assignment)
-
-    state = jax.eval_shape(plain.init, KEY, toy)
-    evaluate.check_received(plain, state)
-    for serve in (personal, with_part):
-        one_line(
-            "test_on=received: this method serves",
-            cfl.run,
-            plain._replace(serve=serve),
-            linear,
-            toy,
-            KEY,
-            rounds=1,
-            mesh=local.execution.mesh,
-        )
-        evaluate.check_received(plain._replace(serve=serve), state.replace(received=()))

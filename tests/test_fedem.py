@@ -693,7 +693,6 @@ def clocked(**settings):
     ("change", "system", "says"),
     [
         ({"personal": cfl.personal.ditto()}, COHORTS, "personal: clients of FedEM receive"),
-        ({}, cfl.System(COHORTS, keep_received=True), "test_on=received: clients of FedEM"),
         ({}, clocked(per_group=True), "clock.per_group=true: clients of FedEM"),
         ({}, COHORTS._replace(poll=COHORTS.select), "selection: clients of FedEM receive"),
     ],

@@ -235,12 +235,6 @@ def test_a_client_without_peers_is_sent_nothing_but_the_start(five, softmax_task
     assert down == [1, 0, 0, 2, 1]
 
 
-def test_what_clients_received_is_no_one_model(softmax_task, whole_batches):
-    kept = cfl.System(full_participation(), keep_received=True)
-    with pytest.raises(InputError, match=r"test_on=received: .* expected group"):
-        fedfomo(softmax_task, whole_batches, kept)
-
-
 @pytest.mark.nightly
 def test_a_client_that_never_answers_changes_nothing(five, softmax_task, whole_batches):
     silent = cfl.System(full_participation(), cfl.Faults(dropout=1.0))

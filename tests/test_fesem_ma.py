@@ -234,7 +234,6 @@ def test_class_means_by_hand():
         memory=(),
         selection=(),
         clock_ms=(),
-        received=(),
         start_faults=(),
         rows={"models": stored},
     )

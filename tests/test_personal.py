@@ -369,12 +369,6 @@ def test_a_judge_that_does_not_exist_is_refused(method):
     one_line("judge", method, judge="mine")
 
 
-def test_models_received_and_models_of_their_own_exclude_each_other(mlp, local):
-    system = cfl.System(select.uniform(COHORT), keep_received=True)
-    says = "test_on=received: clients of Ditto"
-    one_line(says, algorithms.fedavg, mlp, local.replace(personal=ditto()), system)
-
-
 # of an mlp: 64 pixels, 10 classes
 PARTS = {"fedper": "hidden_0", "fedrep": "hidden_0", "fedbabu": "hidden_0", "lg_fedavg": "head"}
 

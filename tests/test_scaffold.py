@@ -346,11 +346,6 @@ def test_a_server_without_steps_is_refused(linear, local):
     one_line(says, algorithms.scaffold, linear, local, select.uniform(COHORT), server_lr=0.0)
 
 
-def test_models_received_are_refused(linear, local):
-    system = cfl.System(select.uniform(COHORT), keep_received=True)
-    one_line("test_on=received: clients of SCAFFOLD", algorithms.scaffold, linear, local, system)
-
-
 @pytest.mark.nightly
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl):
     """To the last bit; and each run of a grid is what it is alone. FeSEM cuts nothing, moves."""

@@ -50,8 +50,7 @@ KEPT = {
 
 def make(name, mlp, local, devices):
     local = with_execution(local, mesh=cfl.make_mesh(devices))
-    system = cfl.System(cfl.select.uniform(6), keep_received=name == "fesem")
-    return build(getattr(cfl.algorithms, name), mlp, local, system, **METHODS[name])
+    return build(getattr(cfl.algorithms, name), mlp, local, cfl.select.uniform(6), **METHODS[name])
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_a_split_state_is_the_same_run(name, mlp, toy, local, monkeypatch, tmp_p
     (rest,) = drive(program, PLAN, [Snapshot(*start.tree, start.facts)])
     for other in (two, rest):
         chex.assert_trees_all_close(one.state, other.state, rtol=1e-4, atol=1e-5)
-        kept = jax.tree.leaves((KEPT[name](other.state), other.state.received))
+        kept = jax.tree.leaves(KEPT[name](other.state))
         assert all(leaf.addressable_shards[0].data.size == leaf.size // 2 for leaf in kept)
     spared = one.memory["models"] + one.memory["client_memory"]
     spared -= two.memory["models"] + two.memory["client_memory"]

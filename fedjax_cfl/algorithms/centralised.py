@@ -70,7 +70,6 @@ def refuse_clients(local: Local, system: System) -> None:
     failing = [name for name in kinds if getattr(system.faults, name)]
     wrong = {
         "personal=none": bool(local.layers),
-        "test_on=group": system.keep_received,
         "clock=none": system.clock is not None,
         **{f"faults.{name}=0": True for name in failing},
     }

@@ -110,8 +110,8 @@ def federated_mixture(
 
 def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     """Raises InputError for what is defined for clients with one model each: personal methods,
-    tests on the received model, training in sample space, a clock for each group, and a selection
-    by the losses of groups' models.
+    training in sample space, a clock for each group, and a selection by the losses of groups'
+    models.
     """
     given = as_system(system)
     dual = local.execution.first_layer == "dual"
@@ -119,7 +119,6 @@ def refuse_single_models(local: Local, system: SystemLike, name: str) -> None:
     polls = given.select.poll is not None
     refused = (
         (bool(local.layers), "personal", "a model beside m is not defined", "none"),
-        (given.keep_received, "test_on=received", "are tested on their mixture", "group"),
         (dual, "local.first_layer=dual", "m models have no form in sample space", "auto"),
         (timed, "clock.per_group=true", "no group is done before another", "false"),
         (polls, "selection", "power-of-choice asks for the loss of one", "selection=null"),

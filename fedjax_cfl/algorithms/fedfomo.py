@@ -32,12 +32,11 @@ from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_bill, make_report
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import drop_statistics, take_rows
 from fedjax_cfl.types import (
     Algorithm,
@@ -119,14 +118,8 @@ def fedfomo(
     Args: `models` F sent to a client in a round, in addition to its own; `validation` the share of
     a client's samples that is held out; a model is sent by chance with probability `explore` -
     `explore_decay` * round, otherwise by affinity; `norm` L1 | L2 of the distance between models;
-    `test` mixed | trained, the model that clients are tested on. Raises InputError if `system`
-    keeps what clients received: it is several models.
+    `test` mixed | trained, the model that clients are tested on.
     """
-    if as_system(system).keep_received:
-        raise InputError(
-            "test_on=received: FedFomo's clients receive several models and mix them, expected"
-            " group, which algorithm.test makes the mixed or the trained model"
-        )
     measure = pick(norm, L1=l1_norm, L2=l2_norm)
     serve = pick(test, mixed=serve_mixed, trained=serve_trained)
     method = Method(

@@ -87,8 +87,7 @@ def tkm(
             traffic=add_to_ledger(state.traffic, report.bill),
             start_faults=report.fault_counts,
         )
-        state = unassign_empty_clients(None, state, data)
-        return as_system(system).init_received(state)
+        return unassign_empty_clients(None, state, data)
 
     return rounds._replace(init=init)
 

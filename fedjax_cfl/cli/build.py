@@ -20,7 +20,7 @@ from fedjax_cfl import distributed
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.names import PACKAGE
 from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.settings import check_sizes, collect_settings, resolve_target
+from fedjax_cfl.cli.settings import check_sizes, collect_settings, find_targets, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.client.sgd import list_loops
 from fedjax_cfl.data.datasets.pool import number_owners
@@ -436,8 +436,7 @@ def build_algorithm(
         data.num_clients, config["local"]["batch_size"], config["clients_per_round"]
     )
     clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
-    faults, received = Faults(**config["faults"]), config["test_on"] == "received"
-    system = System(chosen, faults, clock, received)
+    system = System(chosen, Faults(**config["faults"]), clock)
     if layer := values_of("personal", values):
         personal = instantiate_target("personal", config["personal"], **layer)
         local = local.replace(personal=personal)
@@ -587,6 +586,7 @@ def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **opti
     """
     target = str(node.get("_target_"))
     resolve_target(field, target)
+    list(find_targets(node, field))  # functions that its values are can be imported, too
     function = instantiate(node, _partial_=True, _convert_="all")
     given = function.keywords | options
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Annotated, Any, Literal
 
 from fedjax_cfl.cli.names import PACKAGE
+from fedjax_cfl.cli.paper import load_papers
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.scaling import Standardize
@@ -46,7 +47,6 @@ OWN: dict[str, Any] = {
     "devices": PositiveInt | None,
     "precision": Literal["float32", "tensorfloat32", "bfloat16"],
     "resident": Literal["device", "host"],
-    "test_on": Literal["group", "received"],
     "resume": Literal["auto", "must", "never"],
     "run_dir": Directory,
     "coordinator": Host,
@@ -113,7 +113,9 @@ def resolve_target(field: str, target: str) -> Callable:
     """Returns the function or class of a dotted name, of the package or of the user's own. Raises
     InputError for one that cannot be imported.
     """
-    if not target.startswith(PACKAGE) and os.getcwd() not in sys.path:
+    if target.startswith("papers.") and "papers" not in sys.modules:
+        load_papers()
+    elif not target.startswith(PACKAGE) and os.getcwd() not in sys.path:
         # the folder is looked at last, so that it shadows nothing
         sys.path.append(os.getcwd())
     home, _, name = target.rpartition(".")

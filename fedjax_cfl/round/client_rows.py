@@ -24,14 +24,18 @@ from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import groups_of
-from fedjax_cfl.system.system import System, group_models
 from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where_rows
 from fedjax_cfl.types import Cohort, FederatedData, Params, Report, Rows, State, Task, Upload, Work
 
 
-def check_layers(layers: tuple[Method, ...], system: System, method: Method) -> None:
-    """Raises InputError for layers that cannot be stacked, and for a method or a system that cannot
-    be used with them.
+def group_models(state: State) -> Params:
+    """Returns the model [K, ...] of each client's group; of group 0 for a client without one."""
+    return take_rows(state.groups, groups_of(state))
+
+
+def check_layers(layers: tuple[Method, ...], method: Method) -> None:
+    """Raises InputError for layers that cannot be stacked, and for a method that cannot be used
+    with them.
     """
     if not layers:
         return
@@ -40,11 +44,6 @@ def check_layers(layers: tuple[Method, ...], system: System, method: Method) -> 
         raise InputError(
             "personal: every client of this method has a model of its own already, without"
             f" {names}; use personal=none, or another algorithm"
-        )
-    if system.keep_received:
-        raise InputError(
-            f"test_on=received: clients of {names} are tested on models of their own; use"
-            " test_on=group"
         )
     check_stack(layers)
     moves = next((layer.name for layer in layers if find_server_step(layer)), None)

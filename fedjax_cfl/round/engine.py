@@ -40,7 +40,6 @@ from fedjax_cfl.round.client_rows import (
     uncorrect_updates,
 )
 from fedjax_cfl.round.start import find_data_clients, keep_groups, random_groups
-from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.clock import merge_clocks
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import (
@@ -53,7 +52,7 @@ from fedjax_cfl.system.reports import (
     sum_counts,
 )
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
-from fedjax_cfl.tree import group_mean, squared_norms, take_rows
+from fedjax_cfl.tree import group_mean, squared_norms
 from fedjax_cfl.types import (
     Algorithm,
     Bill,
@@ -112,7 +111,7 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     Raises InputError for faults that are not allowed, and for layers that do not fit.
     """
     system, mesh, layers = as_system(system), local.execution.mesh, local.layers
-    check_layers(layers, system, method)
+    check_layers(layers, method)
     if (solve := method.solve) is None:
         raise InputError("method: has no solve; give it one, as sgd(task, local)")
     for layer in layers:
@@ -186,7 +185,6 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         memory=remember(initial.groups, data) if remember else initial.memory,
         selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
-        received=(),
         start_faults=report.fault_counts,
         rows={**initial.rows, **(keep(initial.groups, data) if keep else {})},
     )
@@ -195,7 +193,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         state = unassign_empty_clients(None, state, data)
     if parts.local.layers:
         state = init_rows(parts.local, state)
-    return parts.system.init_received(state)
+    return state
 
 
 def unassign_empty_clients(before: State | None, state: State, data: FederatedData) -> State:
@@ -364,13 +362,8 @@ def close_round(
     Args: `state` has the new models; `measured` is what `measure_updates` returns; `log` is what
     the round has done.
     """
-    assert log.sent_state is not None  # the cohort has been trained
-    received, mesh = state.received, parts.local.execution.mesh
-    if parts.system.keep_received:
-        models = take_rows(log.sent_state.groups, log.sent_group)
-        received = put_models(received, cohort.ids, models, mesh)
     selection = parts.system.select.update(state.selection, state, cohort, upload, log.seconds)
-    state = state.replace(round=state.round + 1, selection=selection, received=received)
+    state = state.replace(round=state.round + 1, selection=selection)
     state, reported = parts.system.close(state, log)
     return state, Info(**measured, **reported)
 

@@ -13,9 +13,7 @@ from fedjax_cfl.client.mixture import mix_predictions, mixture_loss
 from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import over_devices, take_models
-from fedjax_cfl.simulation.depends import find_influence, number_leaves
 from fedjax_cfl.simulation.metrics import ari
 from fedjax_cfl.tasks import ClientTable
 from fedjax_cfl.tasks.sums import bincount
@@ -287,9 +285,6 @@ def evaluate_block(
     """
     clients = None if first is None else first + jnp.arange(data.num_clients)
     served, used = algorithm.serve(state), used_models(algorithm, state, data, clients)
-    if jax.tree.leaves(state.received):
-        used = each_its_own(state.received, served.model_index)
-        used = used if clients is None else take_served(used, clients)
     table, counts = evaluate_clients(task, mesh, used, data)
     total, number = count_nothing(task.targets, data)
     if count_models(served.models) > 1 and with_auxiliary:  # of one, the mean says nothing new
@@ -317,28 +312,6 @@ def count_nothing(targets: Targets, data: FederatedData) -> tuple[jax.Array, jax
     """Returns what `Targets.sums` says of no sample."""
     y = jnp.zeros((0, *data.y.shape[1:]), data.y.dtype)
     return targets.sums(y, y, jnp.zeros(0, bool))
-
-
-def check_received(algorithm: Algorithm, state: State) -> None:
-    """Raises InputError if clients are to be tested on what they received, but the method serves
-    them other models than those of its groups, which are what it sends: personal ones, or models
-    of which groups hold a part.
-
-    Args: `state` has arrays or their shapes.
-    """
-    if not jax.tree.leaves(state.received):
-        return
-    models = jax.eval_shape(algorithm.serve, state).models
-    whole, sent = (
-        (jax.tree.structure(tree), [leaf.shape[1:] for leaf in jax.tree.leaves(tree)])
-        for tree in (models, state.groups)
-    )
-    rest = number_leaves(state).replace(groups=())
-    if whole != sent or find_influence(lambda state: algorithm.serve(state).models, state)(rest):
-        raise InputError(
-            "test_on=received: this method serves its clients other models than those of its"
-            " groups, which are what they receive; use test_on=group"
-        )
 
 
 def is_finite(models: Params) -> jax.Array:

@@ -49,7 +49,7 @@ def plan_memory(
     return kept | {
         "data": tree_bytes(data),
         "models": share_bytes((state.groups, state.server)),
-        "client_memory": share_bytes((state.memory, state.received, state.rows)),
+        "client_memory": share_bytes((state.memory, state.rows)),
         "work": work,
     }
 

@@ -251,9 +251,9 @@ def start_rows(algorithm: Algorithm, state: State, group: jax.Array, new: jax.Ar
 
 def copy_clients(who: jax.Array, after: State, state: State) -> State:
     """Returns the state with what it has of the clients `who` [K] bool as in `after`."""
-    parts = [(each.assignment, each.rows, each.received) for each in (after, state)]
-    assignment, rows, received = where_rows(who, *parts)
-    return state.replace(assignment=assignment, rows=rows, received=received)
+    parts = [(each.assignment, each.rows) for each in (after, state)]
+    assignment, rows = where_rows(who, *parts)
+    return state.replace(assignment=assignment, rows=rows)
 
 
 def check_rule(
@@ -295,12 +295,9 @@ def extend_state(trained: State, fresh: State, known: int) -> State:
     def write(base: jax.Array, part: jax.Array) -> jax.Array:
         return base.at[tuple(map(slice, part.shape))].set(part)
 
-    more, kept = ((each.rows, each.received) for each in (fresh, trained))
-    rows, received = jax.tree.map(write, more, kept)
+    rows = jax.tree.map(write, fresh.rows, trained.rows)
     assignment = jnp.full_like(fresh.assignment, -1).at[:known].set(trained.assignment)
-    return trained.replace(
-        assignment=assignment, rows=rows, received=received, selection=fresh.selection
-    )
+    return trained.replace(assignment=assignment, rows=rows, selection=fresh.selection)
 
 
 def next_key(seed: int, state: State) -> Key:

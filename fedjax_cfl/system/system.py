@@ -26,15 +26,13 @@ from fedjax_cfl.system.reports import (
     no_faults,
     sum_fault_counts,
 )
-from fedjax_cfl.system.select import full_participation, groups_of
-from fedjax_cfl.tree import take_rows
+from fedjax_cfl.system.select import full_participation
 from fedjax_cfl.types import (
     Bill,
     Cohort,
     FaultCounts,
     FederatedData,
     Key,
-    Params,
     Report,
     Selection,
     State,
@@ -59,32 +57,17 @@ class RoundLog(NamedTuple):
     late: jax.Array | None = None  # [] int32, clients that answered after its end
 
 
-def group_models(state: State) -> Params:
-    """Returns the model [K, ...] of each client's group; of group 0 for a client without one."""
-    return take_rows(state.groups, groups_of(state))
-
-
 class System(NamedTuple):
     """What happens to clients; by default nothing fails, and no time passes."""
 
     select: Selection  # who takes part
     faults: Faults = Faults()
     clock: Clock | None = None  # simulated time; None: none passes
-    # True: the state keeps the model each client last received, and clients are tested on it
-    keep_received: bool = False
 
     def start_time(self, num_groups: int) -> jax.Array:
         """Returns the time before round 0, see `State.clock_ms`."""
         each = self.clock is not None and self.clock.per_group
         return make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
-
-    def init_received(self, state: State) -> State:
-        """Returns the state with the models that clients are tested on before they take part, if
-        they are kept: that of each client's group, of group 0 if it has none.
-        """
-        if not self.keep_received:
-            return state
-        return state.replace(received=group_models(state))
 
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Bill]:
         """Returns the clients [k] that the selection takes, and what all clients [K] did before

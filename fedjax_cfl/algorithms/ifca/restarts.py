@@ -9,7 +9,7 @@ from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.method import AggregateFn
 from fedjax_cfl.system.reports import add_fault_counts, add_to_ledger, sum_rounds
-from fedjax_cfl.system.system import SystemLike, as_system
+from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked
@@ -54,9 +54,8 @@ def ifca_restarts(
         groups, loss, sent, faults = lax.map(attempt, jnp.arange(restarts))
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf))
         chosen = take_rows(groups, best)
-        state = algorithm.init(key, data).replace(
+        return algorithm.init(key, data).replace(
             groups=chosen, traffic=add_to_ledger(sent), start_faults=sum_rounds(faults)
         )
-        return as_system(system).init_received(state)
 
     return algorithm._replace(init=init, data_clients=None)
