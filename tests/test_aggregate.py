@@ -13,7 +13,6 @@ from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import (
     add_inter_group,
     cohort_mean,
-    first_client,
     inter_group,
     q_fair,
     uniform_mean,
@@ -65,27 +64,6 @@ def test_means_by_hand():
         found = combined(part, *world)
         np.testing.assert_allclose(found[0], expected, **EXACT)
         np.testing.assert_allclose(found[1], mass, **EXACT)
-
-
-def test_first_client_takes_one_update_for_all():
-    """Deltas 1 and 3: the group moves by 1 L / (L + 1e-5), L = 2, where the mean is 2."""
-    np.testing.assert_allclose(
-        combined(first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT
-    )
-    np.testing.assert_allclose(
-        combined(uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT
-    )
-
-
-def test_first_client_is_first_by_selection_and_has_data():
-    """Slots hold clients by size: the first selected of group 0 stands in slot 3, but
-    is without data, the next in slot 1.
-    """
-    step, mass = combined(
-        first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0]
-    )
-    np.testing.assert_allclose(step, [2 * 2 / (2 + 1e-5), 4 / (1 + 1e-5)], **EXACT)
-    np.testing.assert_array_equal(mass, [2, 1])
 
 
 @pytest.mark.parametrize("q", [0.0, 0.5, 1.0, 2.0])

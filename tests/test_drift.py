@@ -10,6 +10,7 @@ import pytest
 from conftest import at_once, nightly
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from papers.flexcfl_2021 import before_impossible
 
 from fedjax_cfl.data import drift
 from fedjax_cfl.data.federated import federate, move_client_index, update_client_index
@@ -21,11 +22,15 @@ KEY = jax.random.key(0)
 K, C = 5, 3
 SWAPS = {
     "all": drift.swap_all(0.5, "warm"),
-    "skip": drift.swap_part(0.5, "warm", "skip"),
-    "abort": drift.swap_part(0.5, "warm", "abort"),
-    "often": drift.swap_part(1.0, "all", "skip"),
+    "skip": drift.swap_part(0.5, "warm"),
+    "abort": drift.swap_part(0.5, "warm", before_impossible),
+    "often": drift.swap_part(1.0, "all"),
 }
-ALL, PART, ABORT = drift.swap_all(1.0), SWAPS["often"], drift.swap_part(1.0, on_impossible="abort")
+ALL, PART, ABORT = (
+    drift.swap_all(1.0),
+    SWAPS["often"],
+    drift.swap_part(1.0, allow=before_impossible),
+)
 DRAWS = jax.jit(drift.draw_swaps, static_argnums=(2, 3))
 
 
@@ -400,8 +405,8 @@ def test_none():
         (lambda: drift.swap_all(0.1, "cold"), "drift.pool=cold: must be one of all, warm"),
         (lambda: drift.swap_part(0.1, "warmer"), "did you mean 'warm'"),
         (
-            lambda: drift.swap_part(0.1, "all", "abandon"),
-            "drift.on_impossible=abandon: must be one of skip, abort",
+            lambda: drift.swap_part(0.1, "all", "abort"),
+            "drift.allow=abort: must be all",
         ),
         (lambda: incremental((0.5, 1.0), (0,)), "expected 1, one for each"),
         (lambda: incremental((), ()), "expected 1, one for each"),

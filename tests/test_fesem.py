@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build, ledger, matrix, nightly, shuffled, spent, with_execution
+from papers import flexcfl_2021 as quirks
 from sklearn.metrics import adjusted_rand_score
 from test_traffic import units
 
@@ -39,7 +40,8 @@ from fedjax_cfl.types import Cohort, Traffic, Upload
 KEY = jax.random.key(5)
 COHORT = select.rr_then_random(6)
 L2 = 0.001
-REF = {"start": "random_models", "estep": "selected", "aggregate": "first_client", "mu": 0.0}
+REF = {"start": "random_models", "estep": quirks.selected_alone}
+REF |= {"aggregate": quirks.first_client, "mu": 0.0}
 
 
 def play(algorithm, data, rounds, state=None):
@@ -144,7 +146,8 @@ def twin(state, data, local, rounds, mu, form, estep):
 )
 def test_twin(toy, linear, local, form, estep, mu):
     """Four rounds agree with float64 loops to 2e-5, assignments exactly."""
-    options = {"mu": mu, "form": form, "estep": estep}
+    moves = "all" if estep == "all" else quirks.selected_alone
+    options = {"mu": mu, "form": form, "estep": moves}
     begun, *_, last = play(build(fesem, linear, local, COHORT, m=2, **options), toy, 4)
     centers, models, assignment = twin(begun, toy, local, 4, mu, form, estep)
     assert last.assignment.tolist() == assignment and set(assignment) == {-1, 0, 1}
@@ -230,11 +233,11 @@ def test_migration_changes_nothing(toy, linear, local):
 
 @pytest.mark.nightly
 def test_migration_of_the_selected_follows_centers(linear, local):
-    """With estep=selected a client whose data shifted moves, if it does, to the center
-    nearest to its stored model, for nothing.
+    """Where only the selected look for a center, a client whose data shifted moves, if it does, to
+    the center nearest to its stored model, for nothing.
     """
     data = planted()
-    algorithm = build(fesem, linear, local, COHORT, m=3, estep="selected", detector="tv")
+    algorithm = build(fesem, linear, local, COHORT, m=3, estep=quirks.selected_alone, detector="tv")
     state = play(algorithm, data, 1)[-1]
     outside = 17  # not in the first two cohorts
     wrong = state.assignment.at[outside].set((state.assignment[outside] + 1) % 3)
@@ -249,7 +252,7 @@ def test_migration_of_the_selected_follows_centers(linear, local):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("estep", ["all", nightly("selected")])
+@pytest.mark.parametrize("estep", ["all", nightly(quirks.selected_alone)])
 def test_planted_groups_are_found(linear, local, estep):
     data = planted()
     for state in play(build(fesem, linear, local, COHORT, m=3, estep=estep), data, 4):

@@ -1,18 +1,58 @@
 """Quirks of the FlexCFL code, which settings name in a checkout (`papers.flexcfl_2021`)."""
 
+import random
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import build
 from papers import flexcfl_2021 as quirks
+from test_aggregate import EXACT, combined
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms import flexcfl
+from fedjax_cfl.cli.build import resolve_settings
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, derive_key
+from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.simulation.evaluate import used_models
 from fedjax_cfl.system import select
 
 KEY = jax.random.key(0)
+
+
+@pytest.mark.parametrize("round_robin", [False, True])
+def test_py_sample_is_pythons_generator(round_robin):
+    pick = quirks.py_sample(4, rounds=6, num_clients=10, seed=2077, round_robin=round_robin)
+    drawn = [random.Random(round + 2077).sample(range(10), 4) for round in range(6)]
+    if round_robin:
+        drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
+    assert [pick.draw(KEY, round, jnp.ones(10)).tolist() for round in range(6)] == drawn
+    assert pick.draw(KEY, 7, jnp.ones(10)).tolist() == drawn[1], (
+        "a run longer than the table starts over"
+    )
+
+
+def test_first_client_takes_one_update_for_all():
+    """Deltas 1 and 3: the group moves by 1 L / (L + 1e-5), L = 2, where the mean is 2."""
+    np.testing.assert_allclose(
+        combined(quirks.first_client, [1.0, 3.0], [5, 7], [0, 0])[0], [2 / (2 + 1e-5)], **EXACT
+    )
+    np.testing.assert_allclose(
+        combined(uniform_mean, [1.0, 3.0], [5, 7], [0, 0])[0], [2.0], **EXACT
+    )
+
+
+def test_first_client_is_first_by_selection_and_has_data():
+    """Slots hold clients by size: the first selected of group 0 stands in slot 3, but
+    is without data, the next in slot 1.
+    """
+    step, mass = combined(
+        quirks.first_client, [1.0, 2.0, 4.0, 8.0], [9, 7, 5, 0], [0, 0, 1, 0], 2, rank=[3, 1, 2, 0]
+    )
+    np.testing.assert_allclose(step, [2 * 2 / (2 + 1e-5), 4 / (1 + 1e-5)], **EXACT)
+    np.testing.assert_array_equal(mass, [2, 1])
 
 
 @pytest.mark.nightly
@@ -52,6 +92,15 @@ def test_a_setting_names_a_function_of_a_checkout(fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl(f"{line} +personal._target_={name}")
     assert status == 0, error
     assert name in (tmp_path / "r" / ".hydra" / "config.yaml").read_text()
+
+
+def test_what_a_preset_names_can_be_replaced_by_a_word():
+    config = resolve_settings(["preset=ref", "algorithm=fesem", "algorithm.estep=all"])
+    assert config["algorithm"]["estep"] == "all"
+    assert config["algorithm"]["aggregate"]["_target_"] == "papers.flexcfl_2021.first_client"
+    for wrong in ("algorithm=fesem algorithm.estep=some", "algorithm=ifca algorithm.measure=some"):
+        with pytest.raises(InputError, match=r"algorithm\.\w+=some: must be"):
+            resolve_settings(["preset=ref", *wrong.split()])
 
 
 def test_without_a_checkout_the_message_says_where_they_are(fedjax_cfl, monkeypatch, tmp_path):

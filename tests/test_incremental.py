@@ -7,22 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import at_once
+from papers.flexcfl_2021 import released_last
 from test_drift import KEY, assert_views, federated, once, random_data
 
 from fedjax_cfl.data.incremental import incremental
 
 
 @pytest.mark.parametrize(
-    ("compounding", "expected"), [(False, [25, 50, 75, 100]), (True, [25, 13, 10, 10])]
+    ("whole", "expected"), [("all", [25, 50, 75, 100]), (released_last, [25, 13, 10, 10])]
 )
-def test_incremental_numbers(compounding, expected):
+def test_incremental_numbers(whole, expected):
     owner = np.repeat([0, 1, 2, 3], [110, 12, 1, 3])  # client 2 has no training sample
     test = np.arange(126) % 11 == 0
     test[[122]] = True
     made = federated(owner, np.arange(126) % 5, test, 4, 5)
     start = made.train.size.tolist()
     assert start[0] == 100 and start[2] == 0
-    moves = incremental(compounding=compounding)
+    moves = incremental(whole=whole)
     now, memory = at_once(moves.init, KEY, made)
     assert (now.owner == made.owner).all()  # nothing is hidden before round 0
     before, sizes = None, start
@@ -30,11 +31,11 @@ def test_incremental_numbers(compounding, expected):
         now, shifted = once(moves, now, round, False, memory)
         if round % 50 == 0:
             fraction = (0.25, 0.5, 0.75, 1.0)[round // 50]
-            wanted = [math.ceil(fraction * n) for n in (sizes if compounding else start)]
+            wanted = [math.ceil(fraction * n) for n in (sizes if whole != "all" else start)]
             assert shifted.tolist() == [a != b for a, b in zip(sizes, wanted, strict=True)]
             sizes = wanted
             shown = set(np.flatnonzero(np.asarray(now.owner) >= 0).tolist())
-            assert before is None or (shown <= before if compounding else before <= shown)
+            assert before is None or (shown <= before if whole != "all" else before <= shown)
             before = shown
         else:
             assert not shifted.any()
@@ -43,7 +44,7 @@ def test_incremental_numbers(compounding, expected):
             now.owner[test] == made.owner[test]
         ).all()
     assert_views(now, made)
-    if not compounding:
+    if whole == "all":
         assert (now.owner == made.owner).all()
 
 

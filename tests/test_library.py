@@ -232,7 +232,7 @@ def test_what_a_method_is_made_of(ifca, linear, local, toy):
         made(linear, local.replace(momentum=0.5)),
         made(linear, local, m=3),
         made(linear, local, mu=0.1),
-        made(linear, local, with_l2=True),
+        made(linear, local, start="reject_unbalanced"),
         made(cfl.as_task(cfl.models.MLP(4, hidden=(3,)), (5,), 4), local),
     ]
     assert all(first != other for other in others)

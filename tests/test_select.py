@@ -2,8 +2,6 @@
 that says what is meant.
 """
 
-import random
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,16 +82,6 @@ def test_a_draw_of_clients_that_all_train_is_a_permutation():
     """Numbers of runs depend on it: the draw is the beginning of one of all clients."""
     drawn = [select.uniform(k).draw(KEY, 0, TEN).tolist() for k in (4, 10)]
     assert drawn == [draw_permutation(KEY, 10, k).tolist() for k in (4, 10)]
-
-
-@pytest.mark.parametrize("round_robin", [False, True])
-def test_py_sample_is_pythons_generator(round_robin):
-    pick = select.py_sample(4, rounds=6, num_clients=10, seed=2077, round_robin=round_robin)
-    drawn = [random.Random(round + 2077).sample(range(10), 4) for round in range(6)]
-    if round_robin:
-        drawn[:3] = [0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]
-    assert [pick.draw(KEY, round, TEN).tolist() for round in range(6)] == drawn
-    assert pick.draw(KEY, 7, TEN).tolist() == drawn[1], "a run longer than the table starts over"
 
 
 def test_a_start_refuses_a_selection_that_is_not_known_before_the_run(toy, linear, local):

@@ -107,7 +107,7 @@ def test_every_setting_says_what_is_allowed_and_refuses_nonsense(settings):
         *("algorithm.m", "preset.select_single.clients_per_round", "algorithm.measure"),
         *("dataset.source.num_classes", "dataset.source.users", "dataset.source.alpha"),
         *("partition.clients", "partition.sigma", "partition.test_fraction", "concept.groups"),
-        *("drift.p", "algorithm.with_l2", "algorithm.split_rounds"),
+        *("drift.p", "algorithm.detector", "algorithm.split_rounds"),
     ],
 )
 def test_ranges_come_from_what_takes_the_value(name, settings):

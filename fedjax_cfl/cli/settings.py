@@ -182,9 +182,11 @@ def check_settings(
 
 def check_nesting(config: dict, default: dict[str, Any]) -> None:
     """Raises InputError where a single value has taken the place of a group of
-    settings, or the other way round.
+    settings, or the other way round. A function that a preset names may be any value.
     """
     for name in default:
+        if f"{name.rpartition('.')[0]}._partial_" in default:
+            continue
         path, value = "", config
         for part in name.split("."):
             if not isinstance(value, dict):

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, over_clients, read_block
 from fedjax_cfl.client.executor import Loop
@@ -51,7 +52,7 @@ class Measure(NamedTuple):
         return self.words(values) if self.words else values.size // len(values)
 
 
-MakeMeasure = Callable[[Task, Local], Measure]
+MakeMeasure = TypeAliasType("MakeMeasure", Callable[[Task, Local], Measure])
 
 
 def losses(task: Task, local: Local, with_l2: bool = False) -> Measure:
@@ -59,7 +60,7 @@ def losses(task: Task, local: Local, with_l2: bool = False) -> Measure:
 
     The loss of a group that is not in use, or that is not finite, is infinite. Each client gets
     all m models and infers all of its samples with each of them (IFCA, Algorithm 1, line 6).
-    `with_l2` adds the model's L2 penalty.
+    `with_l2` adds the model's L2 penalty (D10).
     """
     each = over_clients(training_loss(task, with_l2, local), local.execution)
 

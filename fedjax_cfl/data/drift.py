@@ -7,8 +7,7 @@ is a function of the key and the round alone, so with pool "all" every algorithm
 the same shifts.
 
 Differs from the paper: with pool "warm" only clients that have a group can be drawn
-(D12); on_impossible "abort" lets one impossible pair end the round's swaps (D13). Both
-are what the FlexCFL code does.
+(D12), as in the FlexCFL code.
 """
 
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.federated import (
     check_classes,
@@ -28,7 +28,7 @@ from fedjax_cfl.data.federated import (
 )
 from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, checked
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, checked, pick
 
 __all__ = ["Drift", "label_swap", "none", "swap_all", "swap_at", "swap_part"]
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
@@ -36,6 +36,8 @@ ORDER, COIN, LABELS, RELEASE = range(4)
 CHOOSE, SWAP = 11, 12  # of `label_swap`
 OTHER_DRIFTS = "use drift=swap_all, swap_at, incremental or by_time"  # without classes
 SwapPool = Literal["all", "warm"]
+# (which pairs [K // 2] bool are to swap, and which can) -> which may
+AllowFn = TypeAliasType("AllowFn", Callable[[jax.Array, jax.Array], jax.Array])
 
 
 class Drift(NamedTuple):
@@ -123,15 +125,16 @@ def swap_at(round: NaturalInt, p: Fraction | jax.Array = 1.0, pool: SwapPool = "
 def swap_part(
     p: Fraction | jax.Array = 0.05,
     pool: SwapPool = "all",
-    on_impossible: Literal["skip", "abort"] = "skip",
+    allow: Literal["all"] | AllowFn = "all",
 ) -> Drift:
     """Pairs the pool's clients at random. With probability p each client of a pair gives the
     other all its samples of one label that the other lacks.
 
     A client has a label if it has training and test samples of it. If one client of a pair has
-    no label that the other lacks, the pair does not swap. With on_impossible "abort" no later
-    pair of the round swaps, either (D13).
+    no label that the other lacks, the pair does not swap. `allow` says which of the others do
+    (D13).
     """
+    allowed = pick(allow, all=lambda asked, possible: possible)
 
     def apply(
         key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
@@ -142,9 +145,7 @@ def swap_part(
         has = _held_labels(data)
         gives, takes = has[first] & ~has[second], has[second] & ~has[first]  # D1, D2 [K // 2, C]
         asked, possible = real & (drawn.coin < p), gives.any(1) & takes.any(1)
-        go = asked & possible
-        if on_impossible == "abort":
-            go &= jnp.cumsum(asked & ~possible) == 0
+        go = asked & possible & allowed(asked, possible)
         one, two = (jnp.where(go, who, data.num_clients) for who in (first, second))
         given = jnp.argmax(jnp.where(gives, drawn.gives, -1.0), axis=1)
         taken = jnp.argmax(jnp.where(takes, drawn.takes, -1.0), axis=1)

@@ -1,13 +1,11 @@
 """Incremental release: more and more of a client's samples become visible (FlexCFL,
 https://arxiv.org/abs/2108.09749, section 5.3).
-
-Differs from the paper: `compounding` lets released data shrink, as the FlexCFL code does (D2).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +16,15 @@ from typing_extensions import TypeAliasType
 from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import NaturalInt, checked, number
+from fedjax_cfl.validation import NaturalInt, checked, number, pick
 
 MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
 LEAST = 1 / MAX_DENOMINATOR
 Released = TypeAliasType(
     "Released", Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
 )
+# (sizes [K] of all training samples, and of each release so far) -> of what the next fraction is
+WholeFn = TypeAliasType("WholeFn", Callable[[list[jax.Array]], jax.Array])
 
 
 class IncrementalMemory(struct.PyTreeNode):
@@ -41,17 +41,18 @@ class IncrementalMemory(struct.PyTreeNode):
 def incremental(
     fractions: Sequence[Released] = (0.25, 0.5, 0.75, 1.0),
     schedule: Sequence[NaturalInt] = (0, 50, 100, 150),
-    compounding: bool = False,
+    whole: Literal["all"] | WholeFn = "all",
 ) -> Drift:
     """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
     client's n, in a fixed random order, are visible.
 
     Only training samples are ever hidden, and none before the first round of the
-    schedule. With `compounding` n is the size released last, so that data shrink (D2).
+    schedule. `whole` says of what else than all n a fraction is released (D2).
     Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary
     rounding makes of it.
     """
     ratios = _ratios(fractions, schedule)
+    whole_of = pick(whole, all=lambda sizes: sizes[0])
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, IncrementalMemory]:
         bits = jax.random.bits(jax.random.fold_in(key, RELEASE), data.owner.shape)
@@ -63,8 +64,7 @@ def incremental(
         place = jnp.arange(numbers.size, dtype=jnp.int32) - first
         sizes = [data.train.size]
         for ratio in ratios:
-            whole_size = sizes[-1] if compounding else sizes[0]
-            sizes.append(-(-ratio.numerator * whole_size // ratio.denominator))
+            sizes.append(-(-ratio.numerator * whole_of(sizes) // ratio.denominator))
         rank = jnp.full_like(data.owner, -1).at[numbers].set(place)
         return data, IncrementalMemory(data.owner, rank, jnp.stack(sizes[1:]))
 

@@ -44,18 +44,6 @@ MeanName = Literal["uniform", "samples"]  # of a mean within a group, as setting
 MEANS: dict[str, AggregateFn] = {"uniform": uniform_mean, "samples": weighted_mean}
 
 
-def first_client(r: Round) -> tuple[Params, jax.Array]:
-    """Takes only the update of each group's first selected client, times L / (L + 1e-5)
-    for L clients: the "simple average" of the FlexCFL code (D4).
-    """
-    used = (r.upload.weight > 0).astype(jnp.float32)
-    present = membership_weights(used, r.group, r.state.active.size)
-    count = present.sum(0)
-    rank = jnp.where(present > 0, r.cohort.rank[:, None], jnp.iinfo(jnp.int32).max)
-    first = (rank == rank.min(0)) & (present > 0)
-    return group_sum(first * (count / (count + 1e-5)), r.upload.delta), count
-
-
 def cohort_mean(r: Round) -> tuple[Params, jax.Array]:
     """Divides each group's sum of updates by the clients of ALL groups: gradient averaging
     of IFCA (Algorithm 1, option I).

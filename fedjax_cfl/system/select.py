@@ -9,7 +9,6 @@ https://arxiv.org/abs/2411.01580, Algorithm 1). A round has S slots. With g grou
 clients, each group gets floor(S / g) slots, and the first S mod g groups get one more.
 """
 
-import random
 from collections.abc import Callable
 from typing import Protocol
 
@@ -24,7 +23,7 @@ from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
-__all__ = ["from_table", "full_participation", "py_sample", "rr_then_random", "uniform"]
+__all__ = ["from_table", "full_participation", "rr_then_random", "uniform"]
 Draw = Callable[..., jax.Array]  # (key, round, size [K]) -> ids [k] int32
 
 
@@ -88,31 +87,6 @@ def from_table(table: np.ndarray) -> Selection:
     """Follows a table [T, k] of client ids; a run longer than the table starts over."""
     rows = jnp.asarray(table, jnp.int32)
     return drawn_ahead(lambda key, round, size: rows[round % rows.shape[0]])
-
-
-def py_sample(
-    clients_per_round: int,
-    rounds: int,
-    num_clients: int,
-    seed: int = 2077,
-    round_robin: bool = True,
-) -> Selection:
-    """Repeats the draw of the FlexCFL code: Python's `random.sample`, seeded with round +
-    seed in every round.
-
-    With `round_robin` all clients are first selected once, in the order of their ids.
-
-    Args: `clients_per_round` is k; `rounds` is the number of rows that are drawn, after which
-    they repeat; `num_clients` is K, at least k; `seed` is added to the number of the round.
-    """
-    everyone = list(range(num_clients))
-
-    def row(round):
-        if round_robin and round * clients_per_round < num_clients:
-            return [(round * clients_per_round + j) % num_clients for j in range(clients_per_round)]
-        return random.Random(round + seed).sample(everyone, clients_per_round)
-
-    return from_table(np.array([row(round) for round in range(rounds)]))
 
 
 class ScoreFn(Protocol):

@@ -40,7 +40,7 @@ from fedjax_cfl.clustering.migrate import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, FinishFn, Method, MigrateFn, PrepareFn, Round
-from fedjax_cfl.round.aggregate import first_client, uniform_mean, weighted_mean
+from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
@@ -54,8 +54,8 @@ from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked, pick
 NearestFn = Callable[[Params, Params], jax.Array]  # (models [N, ...], centers [m, ...]) -> [N]
 DistanceName = Literal["full", "last_layer"]  # of models
 DistanceFn = TypeAliasType("DistanceFn", Callable[[Task], NearestFn])
-# (nearest, move) -> the E-step before a round, after `move`
-EStep = TypeAliasType("EStep", Callable[[NearestFn, MigrateFn | None], MigrateFn])
+# (nearest, move) -> what moves clients before a round: the E-step after `move`
+EStep = TypeAliasType("EStep", Callable[[NearestFn, MigrateFn | None], MigrateFn | None])
 # (task, mu) -> the objective, and what computes its `client_extra`
 PullFn = TypeAliasType("PullFn", Callable[[Task, Any], tuple[Objective, PrepareFn | None]])
 
@@ -89,7 +89,6 @@ CENTER_MEANS: dict[str, AggregateFn] = {
     "stored": stored_mean,
     "cohort": uniform_mean,
     "samples": weighted_mean,
-    "first_client": first_client,
 }
 
 
@@ -123,8 +122,8 @@ def fesem(
     form: Literal["prox", "eq8"] | PullFn = "prox",
     start: Literal["local", "random_models"] | MakeStart = "local",
     restarts: PositiveInt = 20,
-    estep: Literal["all", "selected"] | EStep = "all",
-    aggregate: Literal["stored", "cohort", "samples", "first_client"] | AggregateFn = "stored",
+    estep: Literal["all"] | EStep = "all",
+    aggregate: Literal["stored", "cohort", "samples"] | AggregateFn = "stored",
     distance: DistanceName | DistanceFn = "full",
     detector: DetectorName | DetectFn | None = None,
 ) -> Algorithm:
@@ -132,13 +131,13 @@ def fesem(
 
     Args: `mu` >= 0 is the paper's lambda; `form` is prox, see `pull_plainly` | eq8, see
     `pull_by_size`; `start` is local, see `cluster_local_models`, with `restarts` runs of K-means |
-    random_models (D5, D6); `estep` before a round is that of all clients that have trained | of
-    the selected ones alone (D27); `aggregate`: a center is the mean of all stored models of its
-    clients (eq. 10) | of those of this round: cohort, samples (weighted) or first_client (D4);
-    `distance` is that of models, full | last_layer (D26); `detector` makes it FeSEM-MIG of the
-    FlexCFL paper: clients with a group whose data shifted take the E-step before the round,
-    None: it does not. The E-step does not look at data. So with estep=all nothing changes,
-    and without it such a client moves only if the centers have moved since it was last selected.
+    random_models (D5, D6); `estep` before a round is that of all clients that have trained;
+    `aggregate`: a center is the mean of all stored models of its clients (eq. 10) | of those of
+    this round: cohort or samples (weighted); `distance` is that of models, full | last_layer (D26);
+    `detector` makes it FeSEM-MIG of the FlexCFL paper: clients with a group whose data shifted take
+    the E-step before the round, None: it does not. The E-step does not look at data. So after that
+    of all clients nothing changes, and without it such a client moves only if the centers have
+    moved since it was last selected.
     """
     nearest = pick_distance(distance)(task)
     objective, prepare = pick(form, prox=pull_plainly, eq8=pull_by_size)(task, mu)
@@ -147,13 +146,12 @@ def fesem(
     if detector:
         first = with_shift_reference(first)
         move = on_shift(nearest_stored_center(nearest), local, pick(detector, **DETECTORS))
-    all_move = pick(estep, all=e_step_of_all, selected=None)
     method = Method(
         sgd(task, local, objective),
         start=first,
         split_rows=(MODELS,),
         takes_newcomers=False,  # the server has no model of theirs
-        migrate=all_move(nearest, move) if all_move else move,
+        migrate=pick(estep, all=e_step_of_all)(nearest, move),
         assign=nearest_stored_center(nearest),
         prepare=prepare,
         aggregate=pick(aggregate, **CENTER_MEANS),

@@ -8,7 +8,6 @@ one. The server averages the updates of each model.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -21,7 +20,7 @@ from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import Objective, erm, proximal
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.clustering.clustered import clustered
-from fedjax_cfl.clustering.measure import losses
+from fedjax_cfl.clustering.measure import MakeMeasure, losses
 from fedjax_cfl.clustering.migrate import (
     DETECTORS,
     ChargeFn,
@@ -32,18 +31,14 @@ from fedjax_cfl.clustering.migrate import (
 )
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn
-from fedjax_cfl.round.aggregate import MEANS, cohort_mean, first_client
+from fedjax_cfl.round.aggregate import MEANS, cohort_mean
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked, pick
 
 SolveFn = TypeAliasType("SolveFn", Callable[[Task, Local, Objective], ClientFn])
-IfcaMean = Literal["uniform", "samples", "first_client", "all_participants"]
-OTHER_MEANS: dict[str, AggregateFn] = {
-    "first_client": first_client,
-    "all_participants": cohort_mean,
-}
+IfcaMean = Literal["uniform", "samples", "all_participants"]
 
 
 @checked("algorithm")
@@ -58,7 +53,7 @@ def ifca(
     share: Fraction = 0.1,
     solve: Literal["sgd", "gradient_step"] | SolveFn = "sgd",
     aggregate: IfcaMean | AggregateFn = "uniform",
-    with_l2: bool = False,
+    measure: Literal["losses"] | MakeMeasure = "losses",
     mu: NonNegativeFloat | jax.Array = 0.0,
     detector: DetectorName | DetectFn | None = None,
     charge: Literal["detected", "swapped"] | ChargeFn = "detected",
@@ -69,8 +64,8 @@ def ifca(
     Option II of the paper is the default; option I, gradient averaging, is
     `solve="gradient_step"` with `aggregate="all_participants"`.
     Args: `start` is random, independent models | reject_unbalanced, by `share` | kmeanspp_loss, see
-    `start.py`; `aggregate` is that of a group's updates, `IfcaMean`; `with_l2` adds the L2 penalty
-    to the losses that are compared (D10); `max_m`: room for so many models, so that runs of any m
+    `start.py`; `aggregate` is that of a group's updates, `IfcaMean`; `measure` is what clients
+    compare, see `clustering.measure`; `max_m`: room for so many models, so that runs of any m
     up to it share what is compiled. The losses of max_m models are computed then, and m are counted
     as sent; `mu` is the weight of FedProx's pull to the received model, which IFCA does not have;
     `detector` finds the shifts after which clients with a group download all models and choose
@@ -89,11 +84,11 @@ def ifca(
         system,
         m=m,
         max_m=max_m,
-        measure=partial(losses, with_l2=with_l2),
+        measure=pick(measure, losses=losses),
         start=None if random else start(task, local, system, size.size),
         solve=train(task, local, proximal(mu, erm(task))),
         prepare=charge_full_gradient(local) if train is gradient_step else None,
-        aggregate=pick(aggregate, **MEANS, **OTHER_MEANS),
+        aggregate=pick(aggregate, **MEANS, all_participants=cohort_mean),
         detector=pick(detector, **DETECTORS),
         charge=pick(charge, detected=charge_detected, swapped=charge_swapped),
     )

@@ -1,5 +1,7 @@
 """IFCA from the best of several starts, which its paper asks for: it depends on them."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,6 +9,7 @@ from jax import lax
 from fedjax_cfl.algorithms.ifca.ifca import IfcaMean, ifca
 from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName
 from fedjax_cfl.client.local import Local
+from fedjax_cfl.clustering.measure import MakeMeasure
 from fedjax_cfl.method import AggregateFn
 from fedjax_cfl.system.reports import add_fault_counts, add_to_ledger, sum_rounds
 from fedjax_cfl.system.system import SystemLike
@@ -27,16 +30,16 @@ def ifca_restarts(
     start: StartName | MakeStart = "random",
     share: Fraction = 0.1,
     aggregate: IfcaMean | AggregateFn = "uniform",
-    with_l2: bool = False,
+    measure: Literal["losses"] | MakeMeasure = "losses",
     mu: NonNegativeFloat | jax.Array = 0.0,
 ) -> Algorithm:
     """IFCA from the best of several starts: the one whose training loss is lowest after a few
     rounds. The traffic of all of them counts.
 
     Args: `restarts` is how many starts are tried, for `restart_rounds` rounds each; `start`,
-    `share`, `aggregate`, `with_l2` and `mu` are those of `ifca`.
+    `share`, `aggregate`, `measure` and `mu` are those of `ifca`.
     """
-    options = {"start": start, "share": share, "aggregate": aggregate, "with_l2": with_l2, "mu": mu}
+    options = {"start": start, "share": share, "aggregate": aggregate, "measure": measure, "mu": mu}
     algorithm = ifca(task, local, system, m=m, **options)
 
     def init(key: Key, data: FederatedData) -> State:
