@@ -309,17 +309,19 @@ def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
 
 
 @pytest.mark.parametrize(
-    ("estimate", "digits", "said"),
+    ("estimate", "measure", "said"),
     [
-        ((8.04, 0.03252, 3), None, "8.040 ± 0.033"),
-        ((123.456, 7.0, 3), None, "123.5 ± 7.0"),
-        ((2.5e-6, 1e-7, 3), None, "2.5e-06 ± 1e-07"),
-        ((8.04, math.nan, 1), None, "8.04"),
-        ((0.5, 0.0123, 3), 2, "50.00 ± 1.23"),
+        ((8.04, 0.03252, 3), "best_rmse", "8.040 ± 0.033"),
+        ((123.456, 7.0, 3), "mae", "123.5 ± 7.0"),
+        ((2.5e-6, 1e-7, 3), "mae", "2.5e-06 ± 1e-07"),
+        ((8.04, math.nan, 1), "mae", "8.04 (1/3)"),
+        ((0.5, 0.0123, 3), "best_accuracy", "50.00 ± 1.23"),
+        ((4.0, 0.0, 3), "evaluations", "4"),
+        ((math.nan, math.nan, 0), "mae", "-"),
     ],
 )
-def test_a_deviation_has_the_decimals_of_its_mean(estimate, digits, said):
-    assert format_mean(estimate, 1 if digits is None else 100, digits) == said
+def test_a_deviation_has_the_decimals_of_its_mean(estimate, measure, said):
+    assert format_mean(estimate, 3, measure) == said
 
 
 @pytest.mark.parametrize(
@@ -454,7 +456,8 @@ def test_runs_of_another_model_have_tests_of_their_own():
 )
 def test_mean_and_sample_sd_of_the_seeds_that_have_a_number(values, wanted):
     runs = [{"algorithm": "a", "final_accuracy": value} for value in values]
-    found = sets.average(label(runs), "final_accuracy")
+    (row,) = sets.list_measures(label(runs)).to_dict("records")
+    found = [row[f"final_accuracy_{part}"] for part in ("mean", "sd", "n")]
     assert found == pytest.approx(wanted, nan_ok=True)
 
 

@@ -15,7 +15,7 @@ import pandas as pd
 from fedjax_cfl.analysis.pivot import OF_TASK, make_pivot, write_pivot
 from fedjax_cfl.analysis.plot import format_written, save_pictures
 from fedjax_cfl.analysis.plot_costs import draw_comparison
-from fedjax_cfl.analysis.sets import average, list_measures, read_sets, split_sets
+from fedjax_cfl.analysis.sets import list_measures, read_sets, split_sets
 from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.analysis.tables import (
     MEASURES,
@@ -43,14 +43,14 @@ def compare(
     row per set of runs. The other arguments are those of `compare_runs`.
     """
     runs, table = compare_runs(paths, target, baseline, pivot, measure)
-    grid, out = format_sets(runs, target), Path(out or ".")
+    measured, differences = list_measures(runs), list_differences(runs)
+    grid, out = format_sets(runs, measured, target), Path(out or ".")
     try:
         out.mkdir(parents=True, exist_ok=True)
         before = {path.name for path in out.iterdir()}
         marked = [[escape_markup(text) for text in line] for line in grid]
         print_table("mean ± sample standard deviation over seeds", *marked)
         plain = [[escape_markdown(text) for text in line] for line in grid]
-        measured, differences = list_measures(runs), list_differences(runs)
         write_columns(out / "compare.csv", list_records(measured))
         write_text(out / "compare.md", format_markdown(*plain))
         pictures = save_pictures(draw_comparison(runs), out / "compare")
@@ -120,8 +120,12 @@ def print_notes(runs: pd.DataFrame, baseline: str | None) -> None:
             )
 
 
-def format_sets(runs: pd.DataFrame, target: float | None = None) -> list[list[str]]:
-    """Returns the lines of the table, the first one its headings."""
+def format_sets(
+    runs: pd.DataFrame, measured: pd.DataFrame, target: float | None = None
+) -> list[list[str]]:
+    """Returns the lines of the table, the first one its headings; `measured` is `list_measures` of
+    the runs.
+    """
     names = {name: heading for name, (heading, _, _) in MEASURES.items()}
     if target is not None:
         shares = score_of(runs["rows"].iloc[0]).percent
@@ -129,17 +133,14 @@ def format_sets(runs: pd.DataFrame, target: float | None = None) -> list[list[st
         names["rounds_to_target"] = f"rounds to {said}"
     shown = list_shown(runs)
     lines = [["runs of", "n", *(names[name] for name in shown)]]
-    for label, members in split_sets(runs):
-        cells = [label, str(len(members))]
-        for name in shown:
-            mean, sd, count = average(members, name)
-            # a number of tests has an sd only if it varies
-            varies = bool(sd) or "evaluations" not in name
-            text = format_mean((mean, sd, count if varies else 1), *MEASURES[name][1:])
-            # a mean over fewer runs than the row's would flatter the method
-            some = f" ({count}/{len(members)})" if count < len(members) else ""
-            cells.append(text + some if count else "-")
-        lines.append(cells)
+    for row in measured.to_dict("records"):
+        cells = [
+            format_mean(
+                (row[f"{name}_mean"], row[f"{name}_sd"], row[f"{name}_n"]), row["runs"], name
+            )
+            for name in shown
+        ]
+        lines.append([row["label"], str(row["runs"]), *cells])
     return lines
 
 

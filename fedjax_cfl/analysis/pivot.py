@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from fedjax_cfl.analysis.runs import IDENTITY, list_settings
-from fedjax_cfl.analysis.sets import average, keep_known, score_of_set, split_sets
+from fedjax_cfl.analysis.sets import keep_known, list_measures, score_of_set, split_sets
 from fedjax_cfl.analysis.statistics import bootstrap_mean, list_gaps
 from fedjax_cfl.analysis.tables import (
     MEASURES,
@@ -47,32 +47,34 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
     sets of runs would share a cell.
     """
     check_measure(runs, measure)
-    asked = {*rows.split("+"), *columns.split("+")}
-    sets = [(label, members, _read_settings(members, asked)) for label, members in split_sets(runs)]
+    asked, sets = {*rows.split("+"), *columns.split("+")}, dict(split_sets(runs))
+    settings = {label: _read_settings(members, asked) for label, members in sets.items()}
     for axis, names in (("rows", rows), ("columns", columns)):
-        check_names([settings for *_, settings in sets], names, axis)
-    placed: dict[tuple[str, str], pd.DataFrame] = {}
-    for label, members, settings in sets:
-        place = (_name_place(settings, rows), _name_place(settings, columns))
-        if place in placed:
-            raise InputError(
-                f"--pivot {rows} {columns}: two sets of runs share the cell {place[0]} x"
-                f" {place[1]}, {placed[place]['label'].iloc[0]} and {label}; add what tells them"
-                " apart to the rows or columns, as algorithm+algorithm.m, or compare fewer runs"
-            )
-        placed[place] = members
+        check_names([*settings.values()], names, axis)
     cells = []
-    for column in dict.fromkeys(place[1] for place in placed):
-        inside = {row: members for (row, other), members in placed.items() if other == column}
-        shown = {row: _measure_of(members, measure) for row, members in inside.items()}
-        alike = len({*shown.values()}) == 1
-        ranks = rank_cells(inside, next(iter(shown.values()))) if alike else {}
-        for row, members in inside.items():
-            mean, sd, values = average(members, shown[row])
-            cell = {"row": row, "column": column, "measure": shown[row], "mean": mean, "sd": sd}
-            cell |= {"values": values, "runs": len(members), "rank": ranks.get(row, PLAIN)}
-            cells.append(cell)
-    return pd.DataFrame(cells)
+    for cell in list_measures(runs).to_dict("records"):
+        label = cell["label"]
+        shown = f"{measure}_{score_of_set(sets[label]).name}" if measure in OF_TASK else measure
+        place = {"row": _name_place(settings[label], rows)}
+        place |= {"column": _name_place(settings[label], columns), "measure": shown}
+        numbers = {name: cell[f"{shown}_{name}"] for name in ("mean", "sd", "n")}
+        cells.append(place | numbers | {"runs": cell["runs"], "label": label})
+    found = pd.DataFrame(cells).rename(columns={"n": "values"})
+    for (row, column), same in found.groupby(["row", "column"], sort=False):
+        if len(same) > 1:
+            raise InputError(
+                f"--pivot {rows} {columns}: two sets of runs share the cell {row} x {column},"
+                f" {' and '.join(same['label'][:2])}; add what tells them apart to the rows or"
+                " columns, as algorithm+algorithm.m, or compare fewer runs"
+            )
+    for _, cells in found.groupby("column"):
+        ranks = dict.fromkeys(cells["row"], PLAIN)
+        if cells["measure"].nunique() == 1:
+            inside = dict(zip(cells["row"], map(sets.get, cells["label"]), strict=True))
+            ranks = rank_cells(inside, cells["measure"].iloc[0])
+        found.loc[cells.index, "rank"] = cells["row"].map(ranks)
+    column = found["column"].map({name: n for n, name in enumerate(found["column"].unique())})
+    return found.drop(columns="label").iloc[column.argsort(kind="stable")]
 
 
 def check_measure(runs: pd.DataFrame, measure: str) -> None:
@@ -83,11 +85,6 @@ def check_measure(runs: pd.DataFrame, measure: str) -> None:
     if measure not in (*OF_TASK, *keep_known([measure], runs)):
         name = score_of_set(runs).name
         raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
-
-
-def _measure_of(members: pd.DataFrame, measure: str) -> str:
-    """Returns the name of the `measure` that a set of runs shows."""
-    return f"{measure}_{score_of_set(members).name}" if measure in OF_TASK else measure
 
 
 def _read_settings(members: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
@@ -144,15 +141,6 @@ def rank_cells(inside: dict[str, pd.DataFrame], measure: str) -> dict[str, str]:
     return {row: rank(row) for row in inside}
 
 
-def format_cell(cell: Any, plus: str = " ± ") -> str:
-    """Returns a line of the table in the units of its measure, - where no run has it."""
-    if not cell.values:
-        return "-"
-    _, factor, digits = MEASURES[cell.measure]
-    text = format_mean((cell.mean, cell.sd, cell.values), factor, digits, plus)
-    return text + (f" ({cell.values}/{cell.runs})" if cell.values < cell.runs else "")
-
-
 def lay_out(
     pivot: pd.DataFrame, escape: Callable[[str], str], bold: str, plus: str = " ± "
 ) -> list[list[str]]:
@@ -160,7 +148,9 @@ def lay_out(
     what is not PLAIN; `escape` makes texts from files harmless.
     """
     marks = ["{}" if rank == PLAIN else bold for rank in pivot["rank"]]
-    texts = [format_cell(cell, plus) for cell in pivot.itertuples(name="Cell", index=False)]
+    numbers = pivot[["mean", "sd", "values"]].itertuples(index=False, name=None)
+    each = zip(numbers, pivot["runs"], pivot["measure"], strict=True)
+    texts = [format_mean(*cell, plus) for cell in each]
     shown = pivot.assign(text=[mark.format(text) for mark, text in zip(marks, texts, strict=True)])
     grid = shown.pivot(index="row", columns="column", values="text").fillna("-")
     grid = grid.loc[pivot["row"].unique(), pivot["column"].unique()]

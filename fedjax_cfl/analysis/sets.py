@@ -151,28 +151,17 @@ def keep_known(names: Iterable[str], runs: pd.DataFrame) -> list[str]:
     return [name for name in names if find_owner(name) in (None, *known)]
 
 
-def average(members: pd.DataFrame, measure: str) -> tuple[float, float, int]:
-    """Returns of a set of runs the mean of those that have the measure, the sample sd, NaN for one
-    run, and how many have it.
-    """
-    values = members[measure].dropna()
-    return float(values.mean()), float(values.std(ddof=1)), len(values)
-
-
 def list_measures(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row per set of runs: what it is of, and of every measure that some set may have
-    the mean, sd and number of values.
+    """Returns a row per set of runs: what it is of, how many runs it has, and of every measure that
+    some set may have the mean, the sample sd, NaN for one run, and how many have it, `_n`.
     """
-    rows, measures = [], keep_known(MEASURES, runs)
-    for label, members in split_sets(runs):
-        first = members.iloc[0]
-        row = {"label": label, **{name: first[name] for name in (*IDENTITY, "overrides")}}
-        row |= {"runs": len(members), "seeds": " ".join(map(str, members["seed"]))}
-        for name in measures:
-            parts = zip(("mean", "sd", "n"), average(members, name), strict=True)
-            row |= {f"{name}_{part}": value for part, value in parts}
-        rows.append(row)
-    return pd.DataFrame(rows)
+    names, sets = keep_known(MEASURES, runs), runs.groupby("label", sort=False)
+    found = sets[names].agg(["mean", "std", "count"])
+    short = {"mean": "mean", "std": "sd", "count": "n"}
+    found.columns = [f"{name}_{short[part]}" for name, part in found.columns]
+    counts = sets.agg(runs=("label", "size"), seeds=("seed", lambda each: " ".join(map(str, each))))
+    named = sets[[*IDENTITY, "overrides"]].first()
+    return pd.concat([named, counts, found], axis=1).reset_index()
 
 
 # beside a baseline

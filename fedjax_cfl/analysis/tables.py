@@ -59,16 +59,22 @@ def format_number(value: float, factor: float, digits: int | None, sign: str = "
 
 
 def format_mean(
-    estimate: tuple[float, float, int], factor: float, digits: int | None, plus: str = " ± "
+    estimate: tuple[float, float, int], runs: int, measure: str, plus: str = " ± "
 ) -> str:
-    """Returns a mean of (mean, sd, number of values) with its sd, to the same decimals: where
-    `digits` is None, those of four digits of the mean. One value has no sd.
+    """Returns a mean of (mean, sd, number of values) with its sd, - where there is no value; of
+    fewer values than `runs` it says so, for it would flatter a method. Both numbers have the same
+    decimals: where those of `measure` are None, those of four digits of the mean. One value has no
+    sd, and a number of tests only one above 0.
     """
-    mean, sd, values = estimate
-    if values > 1 and digits is None and 1e-4 <= abs(mean) < 1e4:
+    (mean, sd, values), (_, factor, digits) = estimate, MEASURES[measure]
+    if not values:
+        return "-"
+    several = values > 1 and (sd > 0 or "evaluations" not in measure)
+    if several and digits is None and 1e-4 <= abs(mean) < 1e4:
         digits = 3 - math.floor(math.log10(abs(mean)))
-    shown = (mean, sd) if values > 1 else (mean,)
-    return plus.join(format_number(value, factor, digits) for value in shown)
+    shown = (mean, sd) if several else (mean,)
+    text = plus.join(format_number(value, factor, digits) for value in shown)
+    return text + (f" ({values}/{runs})" if values < runs else "")
 
 
 def print_table(title: str, header: list[str], *lines: list[str]) -> None:
