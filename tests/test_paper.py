@@ -586,7 +586,7 @@ def test_the_module_of_a_figure_is_beside_the_runner(name):
 def test_an_installed_package_says_where_tables_are(tmp_path, monkeypatch):
     monkeypatch.setattr(paper, "HERE", tmp_path / "site-packages" / "fedjax_cfl")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=r"^paper: published tables are in a checkout, .* clone"):
+    with pytest.raises(InputError, match=r"^papers: published tables .* in a checkout, .* clone"):
         paper.main(["flexcfl_table3"])
     for folder in ("fedjax_cfl", "benchmarks/papers"):
         (tmp_path / folder).mkdir(parents=True)

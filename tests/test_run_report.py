@@ -334,7 +334,7 @@ def test_pictures_are_small(page):
 
 def test_pictures_keep_their_colours(runs):
     """Those of a figure of many: bands and their nodes, of every class."""
-    table, found, _ = read_run_tables(read_run(runs / "ifca" / "0", None))
+    table, found = read_run_tables(read_run(runs / "ifca" / "0", None))
     figure = draw_alluvial(found, read_run(runs / "ifca" / "0", None)["rows"], table["labels"], "")
     exact = io.BytesIO()
     figure.savefig(exact, dpi=DPI, format="png")

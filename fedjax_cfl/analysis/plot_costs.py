@@ -3,6 +3,7 @@ what it costs: rounds, communication, local steps, simulated time.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,8 +14,6 @@ from matplotlib.lines import Line2D
 
 from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, scale_scores, style_axes
 from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
-from fedjax_cfl.runs.results import series
-from fedjax_cfl.scores import score_of
 
 DASHES = ("-", "--", ":", "-.")
 # evaluations: above how many a line is smoothed, and over how many
@@ -28,28 +27,25 @@ def line_styles(count: int) -> list[tuple[Any, str]]:
 
 
 def average_runs(
-    runs: list[list[dict[str, Any]]], names: tuple[str, ...]
+    runs: list[list[dict[str, Any]]], names: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns rounds, mean and sample sd over runs (0 for one), each [R], of the sum of `names`
     at the rounds that every run has evaluated.
     """
-    by_round = [{row["round"]: row for row in rows} for rows in runs]
-    rounds = sorted(set.intersection(*map(set, by_round)))
-    found = [[series([rows[r] for r in rounds], name) for name in names] for rows in by_round]
-    values = np.array(found, float).reshape(len(runs), len(names), len(rounds)).sum(1)
-    sd = values.std(0, ddof=1) if len(runs) > 1 else np.zeros(len(rounds))
-    return np.array(rounds, float), values.mean(0), sd
+    tables = [pd.DataFrame(rows).set_index("round", drop=False) for rows in runs]
+    known = [table.reindex(columns=[*names]).astype(float) for table in tables]
+    each = [values.sum(axis=1, skipna=False) for values in known]
+    found = pd.concat(each, axis=1, join="inner").sort_index().T
+    sd = found.std(skipna=False) if len(runs) > 1 else 0 * found.mean()
+    return found.columns.to_numpy(float), found.mean(skipna=False).to_numpy(), sd.to_numpy()
 
 
 def smooth(values: np.ndarray, window: int = SMOOTHING_WINDOW) -> np.ndarray:
     """Returns the centered running mean [R] of the finite ones among `values` [R]; NaN
     where they are.
     """
-    finite = np.isfinite(values)
-    total, count = (
-        np.convolve(v, np.ones(window), "same") for v in (np.where(finite, values, 0.0), finite)
-    )
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
+    given = pd.Series(values)
+    return given.rolling(window, min_periods=1, center=True).mean().where(given.notna()).to_numpy()
 
 
 def draw_band(
@@ -109,24 +105,17 @@ def add_costs(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(**paid)
 
 
-def mean_curve(runs: pd.DataFrame, cost: Cost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns cost, mean score and its sample sd over runs, each [R], at the rounds that
-    every run has evaluated; the sd of one run is 0.
-    """
-    rows = list(runs["rows"])
-    _, spent, _ = average_runs(rows, cost.fields)
-    _, mean, sd = average_runs(rows, (score_of(rows[0]).name,))
-    return spent / cost.scale, mean, sd
-
-
 def choose_communication(runs: pd.DataFrame) -> Cost:
     """Returns communication in bytes where every run knows them, else in units (models)."""
     fields = "bytes_down", "bytes_up"
     most = [last_cost(rows, Cost(fields, 1, "", 0)) for rows in runs["rows"] if rows]
+    scale, unit = 1.0, "models"
     if np.isnan(most).any():
-        return Cost(("units_down", "units_up"), 1, "communication, down + up (models)", 0)
-    units = (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")
-    scale, unit = next((u for u in units if max(most, default=0) >= u[0]), units[-1])
+        fields = "units_down", "units_up"
+    else:
+        units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
+        scale = next((least for least in units if max(most, default=0) >= least), 1.0)
+        unit = units[scale]
     return Cost(fields, scale, f"communication, down + up ({unit})", 0)
 
 
@@ -178,10 +167,12 @@ def _fill_panels(
             for _, members in split_sets(same):
                 if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
                     continue  # it was not counted
-                label = members[part].iloc[0]
-                lines[label] = draw_band(axes, *mean_curve(members, cost), styles[label], label)
-            left = axes is row[0]
-            what = cost.heading.partition(",")[0]
+                label, rows = members[part].iloc[0], list(members["rows"])
+                _, spent, _ = average_runs(rows, cost.fields)
+                _, mean, sd = average_runs(rows, (score.name,))
+                x = spent / cost.scale
+                lines[label] = draw_band(axes, x, mean, sd, styles[label], label)
+            left, what = axes is row[0], cost.heading.partition(",")[0]
             heading = title.format(score=words, cost=what, data=name)
             shown = heading if left or "{cost}" in title else ""
             style_axes(axes, shown, cost.heading, f"test {score.words}{said}" if left else "")

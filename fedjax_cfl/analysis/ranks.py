@@ -25,9 +25,10 @@ from fedjax_cfl.analysis.statistics import (
     find_chance,
     subtract,
 )
+from fedjax_cfl.analysis.tables import format_markdown, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown
-from fedjax_cfl.runs.results import to_plain, write_columns, write_text
+from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.runs.run_dir import check_writable
 
 INTERVAL = 0.9  # level of the intervals of mean ranks
@@ -162,8 +163,8 @@ def rank_settings(means: np.ndarray) -> np.ndarray:
 
 def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
     """Returns mean ranks with intervals of level `INTERVAL` from a hierarchical bootstrap
-    (Davison and Hinkley 1997, section 3.8): settings are drawn, then seeds within each. `scores`
-    of each setting are [seeds, methods], the higher the better.
+    (Davison and Hinkley 1997, section 3.8): settings are drawn, then seeds within each, of all
+    methods the same. `scores` of each setting are [seeds, methods], the higher the better.
 
     Of one setting and one seed there is nothing to be drawn: the interval is its ranks. Of few
     settings it is too narrow.
@@ -175,19 +176,12 @@ def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
     for place in range(count):
         for setting, own in enumerate(scores):
             here = chosen[:, place] == setting
-            drawn[here] += _rank_resampled(rng, own, here.sum()) / count
+            picked = rng.integers(len(own), size=(here.sum(), len(own)))
+            drawn[here] += rank_settings(own[picked].mean(1)) / count
     low, high = np.quantile(drawn, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
     first = (drawn <= drawn.min(1, keepdims=True)).mean(0)
     mean = rank_settings(np.stack([each.mean(0) for each in scores])).mean(0)
     return Ranks(mean, low, high, first)
-
-
-def _rank_resampled(rng: np.random.Generator, scores: np.ndarray, times: int) -> np.ndarray:
-    """Returns the ranks [times, k] of methods by means over resampled seeds [seeds, k]; a seed is
-    that of all methods.
-    """
-    picked = rng.integers(len(scores), size=(times, len(scores)))
-    return rank_settings(scores[picked].mean(1))
 
 
 def friedman(means: np.ndarray) -> float | None:
@@ -223,12 +217,10 @@ def correct_holm(chances: np.ndarray) -> np.ndarray:
     """Returns chances [k] corrected for their number by Holm (1979); those that are NaN stay it and
     do not count.
     """
+    order = np.argsort(chances)[: np.isfinite(chances).sum()]  # NaN is last
+    steps = np.maximum.accumulate(np.arange(len(order), 0, -1) * chances[order])
     corrected = np.full(len(chances), np.nan)
-    order = [j for j in np.argsort(chances) if not np.isnan(chances[j])]
-    largest = 0.0
-    for place, j in enumerate(order):
-        largest = max(largest, min(1.0, (len(order) - place) * chances[j]))
-        corrected[j] = largest
+    corrected[order] = np.minimum(steps, 1.0)
     return corrected
 
 
@@ -262,26 +254,16 @@ def list_differences(
 def list_ranks(scores: Scores, ranked: Ranks, baseline: str | None) -> list[dict[str, Any]]:
     """Returns the lines of ranks.csv, the best first."""
     means, methods = scores.means, scores.methods
-    chances = gaps = np.full(len(methods), np.nan)
+    table = pd.DataFrame({"method": methods, "mean_rank": ranked.mean})
+    table = table.assign(low=ranked.low, high=ranked.high, share_first=ranked.first)
+    table = table.assign(mean_score=means.mean(0), minus_baseline=np.nan)
+    table["minus_best"] = (means - means.max(1, keepdims=True)).mean(0)
+    table["p_wilcoxon_holm"] = np.nan
     if baseline in methods:
         place = methods.index(baseline)
-        chances = compare_with(means, place)
-        gaps = (means - means[:, [place]]).mean(0)
-    lines = [
-        {
-            "method": method,
-            "mean_rank": ranked.mean[j],
-            "low": ranked.low[j],
-            "high": ranked.high[j],
-            "share_first": ranked.first[j],
-            "mean_score": means[:, j].mean(),
-            "minus_baseline": gaps[j],
-            "minus_best": (means[:, j] - means.max(1)).mean(),
-            "p_wilcoxon_holm": chances[j],
-        }
-        for j, method in enumerate(methods)
-    ]
-    return to_plain(sorted(lines, key=lambda line: line["mean_rank"]))
+        table["minus_baseline"] = (means - means[:, [place]]).mean(0)
+        table["p_wilcoxon_holm"] = compare_with(means, place)
+    return list_records(table.sort_values("mean_rank", kind="stable"))
 
 
 def format_ranks(
@@ -313,7 +295,7 @@ def format_ranks(
         lines.append(f"Not ranked, for they are not complete: {', '.join(scores.missed)}.")
     headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]
     headings.append("against the best")
-    lines += ["", f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    table = []
     for row in rows:
         gap, p = row["minus_baseline"], row["p_wilcoxon_holm"]
         shown = [
@@ -324,8 +306,8 @@ def format_ranks(
             *(["-" if p is None else f"{p:.2g}"] if several else []),
             f"{100 * row['minus_best']:+.1f}",
         ]
-        lines.append("| " + " | ".join(map(escape_markdown, shown)) + " |")
-    return "\n".join(lines) + "\n"
+        table.append([escape_markdown(text) for text in shown])
+    return "\n".join([*lines, "", format_markdown(headings, *table)])
 
 
 def write_ranks(
@@ -379,12 +361,9 @@ def main(argv: list[str]) -> int:
             found.setdefault((cell["setting"], cell["method"]), cell)
     cells = list(found.values())
     methods = list(dict.fromkeys(cell["method"] for cell in cells))
-    for flag, name in (
-        ("--baseline", options.baseline),
-        *(("--against", n) for n in options.against),
-    ):
-        if name is not None and name not in methods:
-            raise InputError(f"{flag} {name}: no such method; {', '.join(methods)}")
+    for flag, names in (("--baseline", [options.baseline]), ("--against", options.against)):
+        if unknown := [name for name in names if name not in (None, *methods)]:
+            raise InputError(f"{flag} {unknown[0]}: no such method; {', '.join(methods)}")
     check_writable(options.out, f"--out={options.out}")
     options.out.mkdir(parents=True, exist_ok=True)
     names = ", ".join(path.name for path in options.cells)
