@@ -3,8 +3,9 @@
 be of something else.
 """
 
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -116,27 +117,21 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
         # a run that was killed while it was compiled has nothing but its settings
         folders += [file.parent.parent for file in path.rglob(str(SETTINGS_FILE))]
         begun |= {folder.resolve(): str(folder) for folder in folders}
-    print_unfinished({run_dir: name for run_dir, name in begun.items() if run_dir not in finished})
+    skipped: dict[str, list[str]] = {f"no {SUMMARY_FILE}": [], "no evaluated round yet": []}
+    for run_dir in sorted(begun.keys() - finished):
+        file = run_dir / METRICS_FILE
+        evaluated = file.is_file() and file.stat().st_size > 0
+        [*skipped.values()][not evaluated].append(begun[run_dir])
+    for what, names in skipped.items():
+        if names:
+            count = f"{len(names)} run{'s' * (len(names) > 1)}"
+            said = f"skipped, unfinished: {count} with {what}: {', '.join(names)}"
+            print(escape_text(said), flush=True)
     if not finished:
         raise InputError(
             f"no finished run ({SUMMARY_FILE}) in {', '.join(repr(str(path)) for path in paths)}"
         )
     return sorted(finished)
-
-
-def print_unfinished(found: Mapping[Path, str]) -> None:
-    """Prints how many runs are unfinished and which, by their names: those that have rounds, and
-    those that were stopped before their first evaluated round.
-    """
-    evaluated, others = list[str](), list[str]()
-    for run_dir, name in sorted(found.items()):
-        file = run_dir / METRICS_FILE
-        (evaluated if file.is_file() and file.stat().st_size else others).append(name)
-    for names, what in ((evaluated, f"no {SUMMARY_FILE}"), (others, "no evaluated round yet")):
-        if names:
-            count = f"{len(names)} run{'s' * (len(names) > 1)}"
-            said = f"skipped, unfinished: {count} with {what}: {', '.join(names)}"
-            print(escape_text(said), flush=True)
 
 
 def read_runs(paths: Iterable[str | Path], target: float | None = None) -> pd.DataFrame:
@@ -215,22 +210,15 @@ def _read_overrides(run_dir: Path, summary: dict[str, Any]) -> list[str]:
 
 def _check_file(path: Path) -> Path:
     """Returns the path of a file of a run, if it can be read whole."""
-    try:
-        if not path.is_file():
-            raise InputError(
-                f"{path}: file is missing or no regular file, expected one as a run writes it"
-            )
-        if path.stat().st_size > MAX_RUN_FILE_BYTES:
-            raise InputError(
-                f"{path}: file has {path.stat().st_size} bytes, expected at most"
-                f" {MAX_RUN_FILE_BYTES}"
-            )
-        with path.open("rb"):
-            return path
-    except OSError as error:
-        raise InputError(
-            f"{path}: file cannot be read ({error.strerror}), expected a readable file"
-        ) from None
+    if not path.is_file():
+        reason = "file is missing or no regular file, expected one as a run writes it"
+    elif (size := path.stat().st_size) > MAX_RUN_FILE_BYTES:
+        reason = f"file has {size} bytes, expected at most {MAX_RUN_FILE_BYTES}"
+    elif not os.access(path, os.R_OK):
+        reason = "file cannot be read, expected a readable file"
+    else:
+        return path
+    raise InputError(f"{path}: {reason}")
 
 
 def _check_texts(path: Path, texts: Any, shown: bool = True) -> None:
