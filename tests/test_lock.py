@@ -100,3 +100,44 @@ def test_a_directory_that_cannot_be_locked_is_one_line(tmp_path, monkeypatch):
         lock(tmp_path),
     ):
         pass
+
+
+WRITTEN = [".lock", "run.log", "metrics.jsonl", ".hydra", "checkpoints", "best"]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("way", ["seed=0", "seeds=2", "-m seed=0,1"])
+def test_nothing_is_written_through_a_link(way, name, fedjax_cfl, tmp_path):
+    """A directory that somebody else prepared could have any file of the user's replaced."""
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "config.yaml").write_text("mine")
+    (tmp_path / "own.txt").write_text("mine")
+    target = "own" if name in (".hydra", "checkpoints", "best") else "own.txt"
+    folder = tmp_path / "run" / ("" if way == "seed=0" else "0")
+    folder.mkdir(parents=True)
+    (folder / name).symlink_to(tmp_path / target)
+    status, _, error = fedjax_cfl(f"{way} rounds=1 algorithm=fedavg run_dir=run")
+    assert status == 2 and error.count("\n") == 1
+    assert "run_dir=" in error and (f"{name} in it is a link" in error or "is not empty" in error)
+    assert (tmp_path / "own.txt").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "own").iterdir()] == ["config.yaml"]
+    assert (tmp_path / "own" / "config.yaml").read_text() == "mine"
+
+
+def test_a_sweep_does_not_go_on_behind_a_link(fedjax_cfl, tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "index.csv").write_text("run,seed\n0,0\n1,1\n")
+    (tmp_path / "sweep" / "0").symlink_to(tmp_path / "own")
+    status, _, error = fedjax_cfl("-m seed=0,1 rounds=1 algorithm=fedavg run_dir=sweep")
+    assert status == 2 and "run_dir=sweep: 0 in it is a link" in error
+    assert not list((tmp_path / "own").iterdir())
+
+
+def test_a_lock_is_not_a_link(tmp_path):
+    """A program that trains in a directory locks it first."""
+    (tmp_path / "own").write_text("mine")
+    (tmp_path / LOCK).symlink_to(tmp_path / "own")
+    with pytest.raises(InputError, match="cannot be locked"), lock(tmp_path):
+        pass
+    assert (tmp_path / "own").read_text() == "mine"

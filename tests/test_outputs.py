@@ -110,8 +110,26 @@ def test_a_run_whose_output_is_lost_writes_its_files(sink, status, said, tmp_pat
 
 @pytest.mark.parametrize("grid", ["", nightly(" seeds=2")])
 def test_names_that_look_like_markup_are_printed(grid, fedjax_cfl):
-    status, out, error = fedjax_cfl(f"{SMALL}{grid} run_dir=run \"dataset.name='[/x]'\"")
-    assert status == 0 and error == "" and "fedavg on [/x]: " in out
+    status, out, error = fedjax_cfl(f"{SMALL}{grid} run_dir=run \"dataset.name='[x]'\"")
+    assert status == 0 and error == "" and "fedavg on [x]: " in out
+
+
+@pytest.mark.parametrize("setting", ["algorithm.name", "dataset.name"])
+@pytest.mark.parametrize("name", ["../../x", "a/b", "x" * 300])
+def test_a_name_stays_in_its_folder(setting, name, fedjax_cfl, tmp_path):
+    status, _, error = fedjax_cfl(f"{SMALL} {setting}={name}")
+    assert status == 2 and error.count("\n") == 1
+    assert f"{setting}={name}: must be a name of up to 100 characters" in error
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["-m seed=0,1 run_dir={}", "report {}", "report . --out {}", "predict . {}", "tune seed=0 {}"],
+)
+def test_a_name_that_is_too_long_is_one_line(line, fedjax_cfl):
+    status, _, error = fedjax_cfl(line.format("x" * 300))
+    assert status in (1, 2) and error.startswith("fedjax-cfl: ") and error.count("\n") == 1
 
 
 def test_letters_that_an_output_does_not_have_are_spelled_out():

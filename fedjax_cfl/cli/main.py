@@ -44,6 +44,11 @@ def main() -> int:
             status = run_arguments(sys.argv[1:])
     except InputError as error:
         status = print_error(error)
+    except OSError as error:  # of a name, a folder or a disk that nothing looks at before
+        if error.strerror is None:
+            raise
+        print_error(f"{error.filename or 'the current folder'}: {error.strerror}")
+        status = 1
     except KeyboardInterrupt:
         print("fedjax-cfl: interrupted", file=sys.stderr)
         status = 130

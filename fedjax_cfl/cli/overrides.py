@@ -15,7 +15,7 @@ from fedjax_cfl.cli.settings import check_settings, collect_settings, complete_s
 from fedjax_cfl.cli.sweep import Sweep, grid_axes, holds_sweep, list_points, run_folders
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import METRICS_FILE
-from fedjax_cfl.runs.run_dir import check_run_dir, make_dir
+from fedjax_cfl.runs.run_dir import check_run_dir, make_dir, refuse_links
 
 
 class Request(NamedTuple):
@@ -97,7 +97,9 @@ def _place_sweep(
     else:
         overrides.append(f"hydra.sweep.dir={folder}")
     points, path = list_points(choices), Path(str(folder))
-    if resume == "never" or not holds_sweep(path, points):
+    if resume != "never" and holds_sweep(path, points):
+        refuse_links(path)
+    else:
         check_run_dir(str(folder), "never")
     return overrides, Sweep(make_dir(path), points)
 

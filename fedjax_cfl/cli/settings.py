@@ -38,6 +38,14 @@ Host = Annotated[str, Rule("auto or HOST:PORT", re.compile(r"auto|\S+:\d{1,5}").
 Directory = Annotated[
     str | int, Rule("the name of a directory", lambda value: bool(str(value).strip()))
 ]
+# a default run_dir has it in its name
+FolderName = Annotated[
+    str,
+    Rule(
+        "a name of up to 100 characters, on one line and without /",
+        lambda value: value.isprintable() and "/" not in value and 0 < len(value) <= 100,
+    ),
+]
 # of settings that no function takes by their name
 OWN: dict[str, Any] = {
     "seed": Seed,
@@ -52,6 +60,8 @@ OWN: dict[str, Any] = {
     "coordinator": Host,
     "processes": PositiveInt | None,
     "process": NaturalInt | None,
+    "algorithm.name": FolderName,
+    "dataset.name": FolderName,
     "dataset.standardize": Standardize,
     "evaluate.validation": BelowOne,
     "evaluate.part": Literal["test", "validation"],

@@ -37,7 +37,7 @@ def check_run_dir(run_dir: str, resume: str) -> Path:
             raise InputError(
                 f"run_dir={run_dir}: already exists and is not a directory; choose another"
             )
-        found = list(path.iterdir()) if path.exists() else []
+        found = refuse_links(path)
         names = {inside.name for inside in found} - {LOCK}
         for inside in found:  # a pipe would never answer
             if inside.exists() and not (inside.is_file() or inside.is_dir()):
@@ -52,6 +52,19 @@ def check_run_dir(run_dir: str, resume: str) -> Path:
     if names and (resume == "never" or not ("checkpoints" in names or names <= RUN_FILES)):
         raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
     return path
+
+
+def refuse_links(path: Path) -> list[Path]:
+    """Returns what a directory holds, [] where it is missing. Raises InputError for a symbolic
+    link in it: a run would write to what it leads to.
+    """
+    found = list(path.iterdir()) if path.exists() else []
+    for inside in found:
+        if inside.is_symlink():
+            raise InputError(
+                f"run_dir={path}: {inside.name} in it is a link; remove it, or choose another"
+            )
+    return found
 
 
 def check_writable(path: Path, given: str) -> None:
@@ -84,6 +97,7 @@ def lock(run_dir: str | Path) -> Iterator[None]:
     guard = FileLock(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_links(path.parent)
         guard.acquire(timeout=0)
         path.write_text(f"process {os.getpid()} on {os.uname().nodename}")
     except Timeout:

@@ -89,7 +89,8 @@ def read_or_write(path: Path, make: Callable[[], str]) -> str:
     """Returns what a file says; where there is none, what `make` returns, written to it."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(make(), encoding="utf-8")
+        with path.open("x", encoding="utf-8") as file:  # a link that leads nowhere is not followed
+            file.write(make())
     return path.read_text(encoding="utf-8").strip()
 
 
