@@ -206,7 +206,9 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
         "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
         "vectorize=[seed] seed=0,1.5": "seed=1.5: must be a whole number",
         "vectorize=[local.lr] local.lr=0.1,x": "local.lr=x: must be a number",
-        "vectorize=[seed] seed=1,1": "vectorize: seed=1,1 names a value twice",
+        "vectorize=[seed] seed=1,1": "seed=1,1: names a value twice",
+        "-m seed=1,1": "seed=1,1: names a value twice",
+        "-m local.lr=0.1,0.10": "local.lr=0.1,0.10: names a value twice",
         "vectorize=[seed] seed=0,1 seeds=2": (
             "seeds=2: seed has several values already; use one of the two"
         ),

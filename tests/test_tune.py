@@ -92,6 +92,38 @@ def test_the_best_mean_is_chosen_and_of_near_ones_the_cheapest():
     assert trials.choose([broken, low]) is low
     with pytest.raises(InputError, match="no trial has a finite accuracy"):
         trials.choose([broken])
+    spoilt = high._replace(nonfinite=1)  # what is left of its models was scored
+    assert trials.choose([spoilt, low]) is low
+    assert trials.choose([broken, spoilt]) is spoilt
+    assert trials.choose([spoilt, low._replace(nonfinite=7)]) is spoilt
+
+
+def test_trials_count_updates_that_were_not_finite(tmp_path, capsys):
+    """The score of a model that was drawn, and that no update has changed, is finite."""
+    (tmp_path / "index.csv").write_text("run,local.lr,seed\n0,9,0\n1,9,1\n2,0.1,0\n3,0.1,1\n")
+    for n, (score, lost) in enumerate([(0.9, 3), (0.9, 4), (0.5, 0), (0.5, 0)]):
+        (tmp_path / str(n)).mkdir()
+        row = {"macro_accuracy": score, "accuracy": score, "nonfinite_clients": lost}
+        text = "".join(json.dumps({"round": r, **row}) + "\n" for r in (1, 2))
+        (tmp_path / str(n) / "metrics.jsonl").write_text(text)
+        summary = {"algorithm": "fedavg", "dataset": "digits", "seed": n % 2}
+        (tmp_path / str(n) / "summary.json").write_text(json.dumps(summary))
+    spoilt, sound = found = trials.read_trials(tmp_path)
+    assert (spoilt.nonfinite, sound.nonfinite) == (14, 0)
+    assert trials.choose(found) is sound
+    assert trials.describe(spoilt)["nonfinite_clients"] == 14
+    tune.show(found, sound, sound)
+    out = capsys.readouterr().out
+    assert "1 of 2 trials had updates of clients that were not finite: they come last" in out
+    assert out.index("50.00%") < out.index("90.00%")
+
+
+@pytest.mark.parametrize("flag", ["seeds", "trial_seeds"])
+@pytest.mark.parametrize("given", [(0, 0), (1, 2, 1), (-1,), (2**31,)])
+def test_seeds_are_checked_before_any_trial(flag, given, monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "run_arguments", lambda arguments: pytest.fail("a trial began"))
+    with pytest.raises(InputError, match=f"--{flag.replace('_', '-')}"):
+        tune.tune(["local.lr=0.1,0.2"], tmp_path, **{flag: given})
 
 
 def test_a_run_is_scored_by_the_last_tenth_of_its_tests():

@@ -25,6 +25,7 @@ class Trial(NamedTuple):
     scores: list[float]  # of each seed, accuracy or RMSE
     units: list[float]  # models sent
     kind: Score = ACCURACY
+    nonfinite: int = 0  # updates of clients that were not finite, of all seeds
 
     @property
     def mean(self) -> float:
@@ -73,6 +74,8 @@ def read_trials(folder: Path) -> list[Trial]:
         value = run[met] if met in run else score(run["rows"])
         trial.scores.append(float("nan") if value is None else value)
         trial.units.append(run["units"] or 0.0)
+        lost = trial.nonfinite + run["nonfinite_clients"]
+        found[tuple(settings.items())] = trial._replace(nonfinite=lost)
     return list(found.values())
 
 
@@ -90,11 +93,15 @@ def score(rows: list[dict[str, Any]]) -> float:
 
 def choose(trials: list[Trial]) -> Trial:
     """Returns the best trial: of those within `TIE` of the best mean the one that sends least,
-    then the first. Raises InputError where none is finite, and for trials of several tasks.
+    then the first. One with updates that were not finite is taken only where all have some: its
+    models are those of the clients that were left. Raises InputError where no mean is finite, and
+    for trials of several tasks.
     """
     kind = trials[0].kind
     if any(trial.kind is not kind for trial in trials):
         raise InputError("task: trials are compared by one score; give one value")
+    sound = [trial for trial in trials if not trial.nonfinite]
+    trials = sound if any(np.isfinite(trial.mean) for trial in sound) else trials
     top = kind.pick_best(trial.mean for trial in trials)
     if not np.isfinite(top):
         raise InputError(f"tune: no trial has a finite {kind.words}; try a smaller local.lr")
@@ -107,4 +114,5 @@ def describe(trial: Trial) -> dict[str, Any]:
     """Returns a trial as a row of trials.csv."""
     spread = float(np.std(trial.scores, ddof=1)) if len(trial.scores) > 1 else None
     own = {f"validation_{trial.kind.name}": trial.mean, "sd": spread, "seeds": len(trial.scores)}
-    return trial.settings | own | {"units": float(np.mean(trial.units))}
+    sent = {"units": float(np.mean(trial.units)), "nonfinite_clients": trial.nonfinite}
+    return trial.settings | own | sent

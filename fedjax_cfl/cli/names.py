@@ -125,7 +125,9 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
 
 
 def list_values(override: Override, multirun: bool) -> list[str]:
-    """Returns an override of a sweep once for each of its values, any other as it is."""
+    """Returns an override of a sweep once for each of its values, any other as it is. Raises
+    InputError for values that cannot be listed, or that are named twice.
+    """
     if not override.is_sweep_override():
         return [text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
@@ -146,6 +148,9 @@ def list_values(override: Override, multirun: bool) -> list[str]:
         values = []
     if not values:
         raise InputError(f"{override.input_line}: names no values that can be listed")
+    found = [parse_override(f"{name}={value}").value() for value in values]
+    if any(value in found[:number] for number, value in enumerate(found)):
+        raise InputError(f"{override.input_line}: names a value twice")
     return [f"{name}={value}" for value in values]
 
 

@@ -91,9 +91,6 @@ def grid_axes(config: dict) -> dict[str, list]:
             node, _, leaf = name.rpartition(".")
             value = config[node][leaf] if node else config[leaf]
             raise InputError(f"{name}={value}: a grid of runs {reason}; leave out vectorize")
-    for name, values in found.items():
-        if len(set(values)) < len(values):
-            raise InputError(f"vectorize: {name}={','.join(map(str, values))} names a value twice")
     return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
 
 

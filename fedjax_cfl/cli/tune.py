@@ -27,6 +27,7 @@ from fedjax_cfl.errors import InputError, RunError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.results import write_columns, write_json
 from fedjax_cfl.scores import ACCURACY
+from fedjax_cfl.validation import Seed, check_value
 
 TRIAL_SEEDS, SEEDS = (1000, 1001), (0, 1, 2)
 OWN = ("evaluate.validation", "evaluate.part", "seed", "seeds", "run_dir", "hydra.sweep.dir")
@@ -44,10 +45,13 @@ def tune(
 
     Args: `overrides` as for a sweep, KEY=V1,V2; `out` is a folder; `share` of each client's
     training samples is set apart; `trial_seeds` are those of the trials, `seeds` those of the last
-    runs. Raises InputError for settings that are this function's own, and where no trial is finite.
+    runs. Raises InputError for settings that are this function's own, for seeds that are not
+    allowed, and where no trial is finite.
     """
     from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
 
+    check_seeds("--trial-seeds", trial_seeds)
+    check_seeds("--seeds", seeds)
     out, names = Path(out), [text.lstrip("+~").partition("=")[0] for text in overrides]
     for name in names:
         if name in OWN:
@@ -87,6 +91,16 @@ def tune(
     return chosen
 
 
+def check_seeds(name: str, seeds: tuple[int, ...]) -> None:
+    """Raises InputError for seeds that no run has, or that are named twice: the last runs come
+    only after all trials.
+    """
+    for seed in seeds:
+        check_value(name, seed, Seed)
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"{name} {','.join(map(str, seeds))}: names a seed twice")
+
+
 def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     """Prints the trials, the chosen one first, and what that is worth on test samples."""
     kind = best.kind
@@ -96,12 +110,20 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
             *(trial.settings.values() or ["all as given"]),
             trial.kind.format(trial.mean),
             f"{np.mean(trial.units):,.0f}",
+            f"{trial.nonfinite:,}",
         ]
-        for trial in sorted(trials, key=lambda trial: (trial is not best, sign * trial.mean))
+        for trial in sorted(
+            trials, key=lambda each: (each is not best, each.nonfinite > 0, sign * each.mean)
+        )
     ]
     lines = [[escape_markup(text) for text in line] for line in lines]
-    header = [*(best.settings or ["settings"]), "validation", "models sent"]
+    header = [*(best.settings or ["settings"]), "validation", "models sent", "not finite"]
     print_table(f"{kind.words}, mean over clients, the chosen one first", header, *lines)
+    if spoilt := sum(trial.nonfinite > 0 for trial in trials):
+        print(
+            f"{spoilt} of {len(trials)} trials had updates of clients that were not finite: they"
+            " come last"
+        )
     sd = f" ± {kind.format(float(np.std(final.scores, ddof=1)))}" if len(final.scores) > 1 else ""
     print(f"test: {kind.format(final.mean)}{sd} over {len(final.scores)} seeds, mean over clients")
 
