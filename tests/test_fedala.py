@@ -143,6 +143,7 @@ def test_without_steps_on_the_mixture_it_is_the_method_below(toy, mlp, local):
 
 REFUSED = {
     "no such layer": ({"layers": ("hed",)}, algorithms.fedavg, "the model has no 'hed' (did"),
+    "no layer": ({"layers": []}, algorithms.fedavg, "personal.layers=[]: must name some layers"),
     "a model each": ({}, algorithms.fedfomo, "a model of its own already"),
     "steps uphill": ({"lr": -1.0}, algorithms.fedavg, "personal.lr=-1.0"),
     "more than all": ({"share": 1.5}, algorithms.fedavg, "personal.share=1.5"),

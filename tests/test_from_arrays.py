@@ -161,3 +161,22 @@ def test_a_pool_of_arrays_can_be_run(linear, local):
     fedavg = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(2))
     state = jax.eval_shape(fedavg.init, jax.random.key(0), data)
     jax.eval_shape(fedavg.round, jax.random.key(0), state, data)
+
+
+HIDDEN = np.ma.array([1.0, 2.0, 3.0], mask=[False, True, False])
+
+
+@pytest.mark.parametrize(
+    "x",
+    [np.ma.stack([HIDDEN] * 4), [HIDDEN] * 4, (X[0], X[1], X[2], HIDDEN), [[HIDDEN], [X[1]]] * 2],
+    ids=["an array", "a list", "a tuple", "lists in lists"],
+)
+def test_what_a_mask_hides_is_not_read(x):
+    """NumPy makes arrays of rows without their masks."""
+    one_line("x has masked entries, expected a value in each", from_arrays, x, Y)
+    one_line("x has masked entries", cfl.federate, cfl.Pool(x, Y, 3), cfl.Partition(Y, Y, Y > 0))
+
+
+def test_a_row_whose_mask_hides_nothing_is_a_row():
+    rows = [np.ma.array(row) for row in X]
+    np.testing.assert_array_equal(from_arrays(rows, Y).x, X)

@@ -107,6 +107,7 @@ def test_padding_has_no_say(run):
         (lambda run: run.predict("anne", np.zeros((1, 4))), "did you mean 'ann'?"),
         (lambda run: run.predict("ann", np.zeros((2, 5))), "expected numbers of shape (B, 4)"),
         (lambda run: run.predict("ann", np.full((1, 4), np.nan)), "x is NaN or infinite"),
+        (lambda run: run.predict("ann", [np.ma.masked_equal(range(4), 2)]), "x has masked entries"),
         (lambda run: run.predict_with(2, np.zeros((1, 4))), "between 0 and 1 is allowed"),
         (lambda run: run.find_model(np.zeros((1, 4)), [7]), "y is 7 in sample 0, expected 0 .. 1"),
         (lambda run: run.find_model(np.zeros((1, 4)), ["a"]), "y has dtype <U1, expected integers"),

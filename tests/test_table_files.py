@@ -205,6 +205,17 @@ def test_settings_of_a_csv(tmp_path):
     one_line("decimal=;: must be one of", csv, path, **NAMED, decimal=";")
 
 
+def test_a_decimal_point_reaches_every_column(tmp_path):
+    """pandas writes whole numbers as 1,0 where one of them is missing, in some files of several."""
+    head, rows = ["p", "y", "k", "s", "c"], [["1,5", "2,0", "7,0", "0,0", "3,0"]]
+    rows += [["2,5", "4,0", "7", "1,0", "3"], ["3,5", "4", "8", "1", "5,0"]]
+    path = written(tmp_path / "a.csv", rows, ";", head)
+    pool = csv(path, y="y", client="k", split="s", concept="c", delimiter=";", decimal=",")
+    assert pool.class_names == ("2", "4") and pool.client_names == (7, 8)
+    assert pool.y.tolist() == [0, 1, 1] and pool.test.tolist() == [False, True, True]
+    assert pool.client.tolist() == [0, 0, 1] and pool.concept.tolist() == [0, 1]
+
+
 def image(mode="L", fill=0, size=(5, 4)):
     """Returns the bytes of a PNG, and its pixels as Pillow has them."""
     out = io.BytesIO()

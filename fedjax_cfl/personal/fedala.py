@@ -58,6 +58,8 @@ def fedala(
     """
     if share == 0:
         raise InputError("personal.share=0.0: must be above 0; use personal=none")
+    if not layers:
+        raise InputError("personal.layers=[]: must name some layers; use personal=none")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         names = list(jax.eval_shape(task.init, jax.random.key(0)))

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
-from fedjax_cfl.data.datasets.pool import check_pool, read_features, to_float32
+from fedjax_cfl.data.datasets.pool import check_pool, read_features, to_array, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import clean_name, name_columns
@@ -212,7 +212,7 @@ class LoadedRun(NamedTuple):
         there = name_columns(x)
         if self.columns is not None and there is not None:
             x = take_columns(x, there, self.columns)
-        x = np.asarray(x)
+        x = to_array("x", x)
         if x.dtype.kind not in "buif" or x.shape[1:] != self.sample_shape or not len(x):
             raise InputError(
                 f"x has shape {x.shape} and dtype {x.dtype}, expected numbers of shape"
@@ -230,7 +230,7 @@ class LoadedRun(NamedTuple):
         """Returns labels [B] int32, of class numbers or, where labels were text, of names; of a
         regression numbers [B] float32, where samples have several labels these [B, T] float32.
         """
-        y = np.asarray(y)
+        y = to_array("y", y)
         numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
         # numbers with gaps name their classes as text does
         if y.dtype.kind in "SU" or (numbers and y.dtype.kind in "iuf"):

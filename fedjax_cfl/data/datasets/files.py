@@ -14,6 +14,7 @@ from fedjax_cfl.data.datasets.pool import (
     number_owners,
     number_words,
     read_test_mask,
+    to_array,
 )
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.formatting import clean_name, name_columns
@@ -173,17 +174,17 @@ def from_arrays(
 
 def _plain_array(name: str, value: Any) -> np.ndarray:
     """Returns an array of numbers, text or dates from anything that NumPy can read."""
-    if np.ma.is_masked(value):
-        raise InputError(f"arrays: {name} has masked entries, expected a value in each")
     try:
         if hasattr(value, "__dataframe__") and not hasattr(value, "__array__"):
             from pyarrow import interchange  # takes a while, and few have such a frame
 
             columns = interchange.from_dataframe(value).columns
             value = np.column_stack([column.to_numpy() for column in columns])
-        array = np.asarray(value)
+        array = to_array(f"arrays: {name}", value)
         if array.dtype.kind == "T" or (isinstance(value, list | tuple) and array.dtype.kind == "U"):
             array = np.array(value, dtype=object)  # else NaN in it were text as well
+    except InputError:
+        raise
     except Exception as error:  # lists of unequal lengths, and whatever else can be given
         raise InputError(
             f"arrays: {name} cannot be made an array ({readers.line_of(error)}), expected numbers"

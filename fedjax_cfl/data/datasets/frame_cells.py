@@ -3,6 +3,7 @@
 Text of which half the cells are numbers is numbers, so that a typing error is refused with its row.
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
@@ -166,10 +167,13 @@ def read_images(table: Table, name: str, reading: Reading) -> np.ndarray:
     return stack_images(table.name, contents(), len(table.frame), reading.size, reading.mode)
 
 
-def read_words(table: Table, name: str) -> tuple[list[str], np.ndarray]:
-    """Returns the distinct words of a column in order, and the number of each row's [N]."""
+def read_words(table: Table, name: str, decimal: str = ".") -> tuple[list[str], np.ndarray]:
+    """Returns the distinct words of a column in order, and the number of each row's [N]; whole
+    numbers that were stored with a `decimal` point are whole.
+    """
     codes, found = pd.factorize(table.frame[name])
-    words = [clean_name(word) for word in found]
+    point = rf"^([+-]?[0-9]+){re.escape(decimal)}0+$"
+    words = [re.sub(point, r"\1", clean_name(word)) for word in found]
     _refuse_missing(table, name, np.array([*(word == "" for word in words), True])[codes])
     ordered, place = np.unique(words, return_inverse=True)
     return ordered.tolist(), place[codes]
@@ -188,7 +192,7 @@ def read_part(table: Table, role: str, name: str, reading: Reading) -> Any:
         return read_numbers(table, name, reading.decimal, "fill it in or leave the row out")
     inferred = pd.api.types.infer_dtype(column, skipna=True)
     if inferred in ("string", "bytes", "empty"):
-        return read_words(table, name)
+        return read_words(table, name, reading.decimal)
     if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
         return read_numbers(table, name)
     kinds = "numbers and text" if inferred.startswith("mixed") else inferred

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,7 @@ def check_pool(pool: Pool, name: str) -> Pool:
     `num_classes` may be `COUNTED`; where it is 0 y becomes float32, and [N, T] are labels. Clients
     are 0 .. K - 1; one without samples keeps its number.
     """
-    x, y = np.asarray(pool.x), np.asarray(pool.y)
+    x, y = (to_array(f"{name}: {each}", getattr(pool, each)) for each in ("x", "y"))
     if x.dtype.kind not in "buif":
         raise InputError(f"{name}: x has dtype {x.dtype}, expected numbers (uint8 or float32)")
     several = y.ndim == 2 and not pool.num_classes  # labels of each sample
@@ -68,6 +69,22 @@ def check_pool(pool: Pool, name: str) -> Pool:
             )
         read["test"] = test.astype(bool)
     return pool._replace(x=x, y=y, num_classes=classes, **read)
+
+
+def to_array(name: str, value: Any) -> np.ndarray:
+    """Returns anything that NumPy can read as an array. Raises InputError for masked entries, also
+    in lists: NumPy would take what lies behind the mask.
+    """
+    if _is_masked(value):
+        raise InputError(f"{name} has masked entries, expected a value in each")
+    return np.asarray(value)
+
+
+def _is_masked(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        plain = not value or isinstance(value[0], int | float | str)
+        return not plain and any(map(_is_masked, value))
+    return np.ma.is_masked(value)
 
 
 def read_features(x: np.ndarray) -> np.ndarray:
