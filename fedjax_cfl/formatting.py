@@ -86,6 +86,15 @@ def name_columns(frame: Any) -> dict[str, Any] | None:
     return None if names is None else {clean_name(name): name for name in names}
 
 
+# values
+
+
+def shorten(value: object) -> str:
+    """Returns a value as a message can show it: on one line, and not whole if it is long."""
+    text = repr(value) if isinstance(value, str | bytes) else " ".join(repr(value).split())
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 # settings
 
 

@@ -25,6 +25,7 @@ from fedjax_cfl.simulation.program import check_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Task
+from fedjax_cfl.validation import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -88,6 +89,7 @@ def run(
 ) -> "LoadedRun": ...
 
 
+@checked()
 def run(
     algorithm: Algorithm,
     task: Task,
@@ -198,8 +200,9 @@ def compare(
     """
     from fedjax_cfl.analysis import compare as command
     from fedjax_cfl.analysis import plot_costs, sets, statistics
+    from fedjax_cfl.analysis.runs import list_paths
 
-    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    paths = list_paths(paths)
     asked = target, baseline, pivot, measure
     if out is not None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -219,8 +222,9 @@ def report(
     """
     from fedjax_cfl.analysis import report as command
     from fedjax_cfl.analysis import sets, statistics
+    from fedjax_cfl.analysis.runs import list_paths
 
-    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    paths = list_paths(paths)
     found = command.make_report(paths)
     page = None
     if out is not None or pictures is not None:
@@ -229,6 +233,7 @@ def report(
     return Report(page, *tables, found.figures)
 
 
+@checked()
 def draw_run(run_dir: str | Path) -> dict[str, "Figure"]:
     """Returns the pictures of a finished run by name: curves and, where it has groups, alluvial
     (who moved where) and groups (found against true groups). Raises InputError.

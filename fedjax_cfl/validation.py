@@ -23,7 +23,7 @@ from pydantic_core import core_schema
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.formatting import format_value
+from fedjax_cfl.formatting import format_value, shorten
 
 # What arrays on a device hold: larger numbers are infinite there, smaller ones may be 0.
 FLOAT32_MAX = 3.4028234663852886e38
@@ -115,6 +115,7 @@ SCALARS: dict[Any, Any] = {
     str: Annotated[str, Field(strict=True, description="text")],
     type(None): None,
 }
+ARRAY = "an array of JAX, or what a program has in place of one"
 UNIONS: Any = (typing.Union, types.UnionType)
 LISTS: Any = (tuple, list, Sequence)
 
@@ -126,9 +127,14 @@ LISTS: Any = (tuple, list, Sequence)
 class Setting:
     """What one parameter may be."""
 
-    kind: Any  # the plain values of its annotation, as pydantic checks them
-    takes_objects: bool = False  # other objects are allowed as well: arrays, functions
-    takes_arrays: bool = False  # arrays of JAX are: a program can take them as inputs
+    kind: Any  # the plain values of its annotation, as pydantic checks them, ...: it has none
+    objects: tuple[Any, ...] = ()  # its other members: arrays, functions, classes
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Whether it may be an array of JAX: a program can take it as an input."""
+        # by its module: --help needs the settings, but not JAX
+        return any(str(getattr(each, "__module__", "")).startswith("jax") for each in self.objects)
 
     @functools.cached_property
     def adapter(self) -> TypeAdapter:
@@ -143,16 +149,21 @@ class Setting:
         Raises InputError, which names the setting, for one that is not allowed.
         """
         value = value.item() if _is_numpy_scalar(value) else value
+        plain, allowed = _is_plain(value), list(map(_name_object, self.objects))
+        if self.kind is ...:
+            if not _is_one_of(value, self.objects):
+                raise InputError(f"{name}={show_value(value)}: must be {' or '.join(allowed)}")
+            return value
         # what an array of a program holds is not known
-        if hasattr(value, "dtype") or (self.takes_objects and not _is_plain(value)):
+        if hasattr(value, "dtype") or (not plain and _is_one_of(value, self.objects)):
             return value
         try:
             return self.adapter.validate_python(value)
         except ValidationError as error:
-            allowed = describe(self.kind)
-            near = suggest_nearest(value, map(str, options_of(self.kind)))
+            words = " or ".join([describe(self.kind), *(() if plain else allowed)])
+            near = suggest_nearest(value, map(str, options_of(self.kind))) if plain else ""
             raise InputError(
-                f"{name}={format_value(value)}: must be {allowed}{near}{_explain(error)}"
+                f"{name}={show_value(value)}: must be {words}{near}{_explain(error)}"
             ) from None
 
 
@@ -167,6 +178,42 @@ def _is_plain(value: Any) -> bool:
     """Returns whether a value is one that a command line can give."""
     plain = isinstance(value, bool | int | float | str | list | tuple | types.NoneType)
     return plain and not hasattr(value, "_fields")
+
+
+def _is_one_of(value: Any, objects: tuple[Any, ...]) -> bool:
+    """Returns whether a value is one of the members of an annotation that are no plain values:
+    an array, a function, an object of a class of ours. What else an annotation says is not looked
+    at, and allows any.
+    """
+    return any(
+        hasattr(value, "dtype") if member is ARRAY else isinstance(value, member)
+        for member in map(_class_of, objects)
+    )
+
+
+def _class_of(hint: Any) -> Any:
+    """Returns the class whose objects a member of an annotation allows, `ARRAY` for arrays of JAX,
+    and `object` for what is not looked at.
+    """
+    origin: Any = typing.get_origin(hint) or hint
+    if origin is Callable or getattr(origin, "_is_protocol", False):
+        return Callable
+    looked_at = ("jax", "fedjax_cfl", "pathlib")
+    if not isinstance(origin, type) or not origin.__module__.startswith(looked_at):
+        return origin if origin is types.NoneType else object
+    return ARRAY if origin.__name__.endswith("Array") else origin
+
+
+def _name_object(hint: Any) -> str:
+    named = {types.NoneType: "None", Callable: "a function", ARRAY: "an array"}
+    return named.get(_class_of(hint)) or _class_of(hint).__name__
+
+
+def show_value(value: Any) -> str:
+    """Returns a value as the command line writes it; what it cannot write on one line, not whole
+    if it is long.
+    """
+    return format_value(value) if _is_plain(value) else shorten(value)
 
 
 def _explain(error: ValidationError) -> str:
@@ -225,10 +272,7 @@ def read_setting(hint: Any) -> Setting | None:
     """Returns what an annotation allows, None if it is not about plain values."""
     if (kind := read_kind(hint)) is ...:
         return None
-    objects = [member for member in list_members(hint) if read_plain(member) is ...]
-    # by its module: --help needs the settings, but not JAX
-    arrays = any(str(getattr(part, "__module__", "")).startswith("jax") for part in objects)
-    return Setting(kind, bool(objects), arrays)
+    return Setting(kind, tuple(part for part in list_members(hint) if read_plain(part) is ...))
 
 
 @functools.cache
@@ -236,12 +280,27 @@ def read_settings(function: Callable) -> Mapping[str, Setting]:
     """Returns what every parameter of a function, or field of a class, may be whose annotation
     is about plain values.
     """
+    found = {name: read_setting(hint) for name, hint in _read_hints(function).items()}
+    return {name: setting for name, setting in found.items() if setting}
+
+
+@functools.cache
+def _read_objects(function: Callable) -> Mapping[str, Setting]:
+    """Returns what every parameter may be whose annotation has no plain values but None."""
+    members = {name: tuple(list_members(hint)) for name, hint in _read_hints(function).items()}
+    return {
+        name: Setting(..., parts)
+        for name, parts in members.items()
+        if all(read_plain(each) in (..., None) for each in parts)
+    }
+
+
+def _read_hints(function: Callable) -> dict[str, Any]:
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError):  # names that only a type checker sees, or no function at all
         hints = getattr(function, "__annotations__", {})
-    found = {name: read_setting(hint) for name, hint in hints.items() if name != "return"}
-    return {name: setting for name, setting in found.items() if setting}
+    return {name: hint for name, hint in hints.items() if name != "return"}
 
 
 # words
@@ -291,7 +350,7 @@ def check_settings(
     `prefix` is what the message calls the owner: `m` of "algorithm" is algorithm.m.
     """
     checked = dict(values)
-    for name, setting in read_settings(function).items():
+    for name, setting in {**read_settings(function), **_read_objects(function)}.items():
         if name in values:
             checked[name] = setting.check(f"{prefix}.{name}" if prefix else name, values[name])
     return checked

@@ -550,7 +550,7 @@ def test_all_runs_are_one_frame(swept):
     assert groups[["group", "group_sizes"]].to_numpy().tolist() == [[0, 3], [1, 0]]
     assert groups["group_accuracy"].tolist() == pytest.approx([0.2, math.nan], nan_ok=True)
     assert cfl.load_runs([run], per="client").empty
-    with pytest.raises(InputError, match="per='round': must be 'test', 'group' or 'client'"):
+    with pytest.raises(InputError, match="per=round: must be one of test, group, client"):
         cfl.load_runs(run, per="round")
 
 

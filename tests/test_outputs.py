@@ -119,7 +119,7 @@ def test_names_that_look_like_markup_are_printed(grid, fedjax_cfl):
 def test_a_name_stays_in_its_folder(setting, name, fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl(f"{SMALL} {setting}={name}")
     assert status == 2 and error.count("\n") == 1
-    assert f"{setting}={name}: must be a name of up to 100 characters" in error
+    assert f"{setting}={name}: must be text of up to 100 characters" in error
     assert not list(tmp_path.iterdir())
 
 

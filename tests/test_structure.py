@@ -56,7 +56,7 @@ LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
 # what users call with keywords, each for a setting of its own
-WIDE = {"library.run", "clustering.clustered.clustered"}
+WIDE = {"library.run"}
 
 
 class Function(NamedTuple):

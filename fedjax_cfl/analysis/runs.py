@@ -29,6 +29,7 @@ from fedjax_cfl.runs.results import (
 from fedjax_cfl.runs.scoring import scored_rounds
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import SCORES
+from fedjax_cfl.validation import check_value
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
@@ -61,9 +62,8 @@ def load_runs(
     `dataset`, `partition`, `model` and `preset` are the names of the chosen options.
     Raises InputError where there is no such run, and for files that no run wrote.
     """
-    if per not in ("test", "group", "client"):
-        raise InputError(f"per={per!r}: must be 'test', 'group' or 'client'")
-    folders = [folders] if isinstance(folders, str | Path) else list(folders)
+    check_value("per", per, Literal["test", "group", "client"])
+    folders = list_paths(folders)
     parts = []
     for run_dir in find_runs(folders):
         run = read_run(run_dir, None)
@@ -97,6 +97,12 @@ def list_settings(run_dir: Path) -> dict[str, Any]:
     """Returns the settings of a run by their dotted names, {} where it has no file of them."""
     there = (run_dir / SETTINGS_FILE).is_file()
     return dict(flatten_settings(read_settings(run_dir))) if there else {}
+
+
+def list_paths(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
+    """Returns one path or several as a list. Raises InputError for what is none."""
+    several = isinstance(paths, Iterable) and not isinstance(paths, str | bytes | Path)
+    return [check_value("paths", each, str | Path) for each in (paths if several else [paths])]
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:

@@ -148,8 +148,8 @@ def list_values(override: Override, multirun: bool) -> list[str]:
         values = []
     if not values:
         raise InputError(f"{override.input_line}: names no values that can be listed")
-    found = [parse_override(f"{name}={value}").value() for value in values]
-    if any(value in found[:number] for number, value in enumerate(found)):
+    read = [parse_override(f"{name}={value}").value() for value in values]
+    if any(value in read[:number] for number, value in enumerate(read)):
         raise InputError(f"{override.input_line}: names a value twice")
     return [f"{name}={value}" for value in values]
 

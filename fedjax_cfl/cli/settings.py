@@ -42,7 +42,7 @@ Directory = Annotated[
 FolderName = Annotated[
     str,
     Rule(
-        "a name of up to 100 characters, on one line and without /",
+        "text of up to 100 characters, on one line and without /",
         lambda value: value.isprintable() and "/" not in value and 0 < len(value) <= 100,
     ),
 ]

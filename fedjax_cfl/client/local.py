@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.execution import Execution, make_execution
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import shorten
 from fedjax_cfl.keys import permute, write_table
 from fedjax_cfl.method import Method
 from fedjax_cfl.types import Key, Params, Work
@@ -57,16 +58,16 @@ class Local:
             if not isinstance(part, Method) or part.solve is not None:
                 raise InputError(
                     "local.personal: takes what functions of cfl.personal or cfl.layer return, such"
-                    f" as cfl.personal.ditto(), one or a list of them, or None; not {part!r}"
+                    f" as cfl.personal.ditto(), one or a list of them, or None; not {shorten(part)}"
                 )
 
     @property
     def layers(self) -> tuple[Method, ...]:
         """The layers, the first one nearest to the group's model."""
         given = self.personal
-        if isinstance(given, Method) or callable(given):
-            return (given,)  # pyright: ignore[reportReturnType]
-        return tuple(given or ())
+        if isinstance(given, Sequence) and not isinstance(given, Method):
+            return tuple(given)
+        return () if given is None else (given,)
 
     def replace(self, **changes: Any) -> "Local":
         """Returns the settings with some of them changed."""

@@ -33,6 +33,7 @@ from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import current_groups, is_unassigned
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
+from fedjax_cfl.validation import checked
 
 ChooseFn = Callable[[Any, jax.Array], jax.Array]  # (values [S, ...], present group [S]) -> [S]
 # (key, values [n, ...], present group [n], who [n] bool) -> group [n]
@@ -40,6 +41,7 @@ ClusterFn = Callable[[Key, Any, jax.Array, jax.Array], jax.Array]
 PARTS = ("solve", "prepare", "aggregate", "server", "finish", "memory", "client_rows")  # `Method`s
 
 
+@checked()
 def clustered(
     task: Task,
     local: Local,

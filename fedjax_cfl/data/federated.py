@@ -23,6 +23,7 @@ from fedjax_cfl.types import (
     Pool,
     SourceNames,
 )
+from fedjax_cfl.validation import checked
 
 LOST = 1e-4  # of a feature's range: what is rounded more is kept exactly
 
@@ -87,6 +88,7 @@ def check_classes(data: FederatedData | Pool, what: str, remedy: str) -> None:
         raise InputError(f"{what}: needs a class of each sample, which y are not; {remedy}")
 
 
+@checked()
 def federate(
     pool: Pool,
     holdings: Partition,

@@ -100,12 +100,11 @@ def _exact_samples(data: FederatedData) -> np.ndarray:
 def check_scaling(scaling: Scaling | None, data: FederatedData) -> None:
     """Raises InputError for a scaling that `standardize` cannot have returned with these data."""
     shape, clients = data.x.shape[1:], data.num_clients
-    if scaling is None or (isinstance(scaling, Scaling) and scaling.fits(shape, clients)):
+    if scaling is None or scaling.fits(shape, clients):
         return
-    given = repr(scaling) if not isinstance(scaling, Scaling) else f"of shape {scaling.mean.shape}"
     raise InputError(
-        f"scaling={given}: must be what standardize returned with these data, of {clients} clients"
-        f" and samples of shape {shape}"
+        f"scaling=of shape {scaling.mean.shape}: must be what standardize returned with these data,"
+        f" of {clients} clients and samples of shape {shape}"
     )
 
 

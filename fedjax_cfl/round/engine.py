@@ -67,6 +67,7 @@ from fedjax_cfl.types import (
     Task,
     Upload,
 )
+from fedjax_cfl.validation import checked
 
 
 def serve_global(state: State) -> ServedModels:
@@ -103,6 +104,7 @@ class Now(NamedTuple):
         return Round(self.keys[purpose], state, self.data, *more)
 
 
+@checked()
 def federated(task: Task, local: Local, system: SystemLike, method: Method) -> Algorithm:
     """Composes a method from what it does in each step of a round, see `Method`.
 

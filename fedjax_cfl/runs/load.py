@@ -40,6 +40,7 @@ from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.tasks import Targets, count_outputs, kind_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Pool, Task
+from fedjax_cfl.validation import checked
 
 BLOCK = 256  # samples per forward pass
 OWN_MODELS = "fedjax_cfl.models."
@@ -285,6 +286,7 @@ def read_pixels(x: np.ndarray) -> np.ndarray:
     return x.astype(np.uint8)
 
 
+@checked()
 def load_run(
     run_dir: str | Path, module: nn.Module | None = None, targets: Targets | None = None
 ) -> LoadedRun:

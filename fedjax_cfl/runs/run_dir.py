@@ -58,13 +58,13 @@ def refuse_links(path: Path) -> list[Path]:
     """Returns what a directory holds, [] where it is missing. Raises InputError for a symbolic
     link in it: a run would write to what it leads to.
     """
-    found = list(path.iterdir()) if path.exists() else []
-    for inside in found:
-        if inside.is_symlink():
+    inside = list(path.iterdir()) if path.exists() else []
+    for each in inside:
+        if each.is_symlink():
             raise InputError(
-                f"run_dir={path}: {inside.name} in it is a link; remove it, or choose another"
+                f"run_dir={path}: {each.name} in it is a link; remove it, or choose another"
             )
-    return found
+    return inside
 
 
 def check_writable(path: Path, given: str) -> None:

@@ -21,6 +21,7 @@ from fedjax_cfl.simulation.personalize import check_rule
 from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.system.select import drawn_ahead, uniform
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Info, Selection, State, Task, Upload
+from fedjax_cfl.validation import checked
 
 CLIENTS, COHORT, ROUNDS = 12, 6, 3  # of a trial: as many as show each rule broken
 MOST_SENT = 2**31  # words or models in one round of a trial: none sends as much
@@ -51,6 +52,7 @@ class Trial(NamedTuple):
     resumed: State | None = None  # after round 1 from a state that was saved and read
 
 
+@checked()
 def check_algorithm(
     method: Callable[[Task, Local, Selection], Algorithm],
     task: Task,

@@ -26,8 +26,10 @@ from fedjax_cfl.simulation.rows import COUNTERS, TIMES, Measured, make_row, upda
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
+from fedjax_cfl.validation import checked
 
 
+@checked()
 def make_run_fn(
     algorithm: Algorithm,
     task: Task,

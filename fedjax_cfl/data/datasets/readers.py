@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import shorten
 
 PathLike = str | Path
 Unpacked = io.BufferedReader | gzip.GzipFile
@@ -213,12 +214,6 @@ def read_hdf5(path: PathLike, names: Iterable[str]) -> dict[str, np.ndarray]:
     with report_damage(path, f"an HDF5 file with arrays {', '.join(names)}"):
         with h5py.File(path, "r") as file:
             return {name: np.asarray(file[name]) for name in names}
-
-
-def shorten(value: object) -> str:
-    """Returns a value as a message can show it: on one line, and not whole if it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def list_names(names: Sequence[str]) -> str:
