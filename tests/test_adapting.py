@@ -98,9 +98,8 @@ def later_passes(data, client, count):
     return passes(derive_key(jax.random.key(0), TRAIN, ROUNDS), data, client, count)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("m", "width", "second_order"), [(1, 1, False), (1, 1, True), (2, 4, False)]
+    ("m", "width", "second_order"), [nightly(1, 1, False), (1, 1, True), nightly(2, 4, False)]
 )
 def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
     pick, one = select.uniform(COHORT), with_execution(local, width=width)

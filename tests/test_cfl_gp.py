@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import one_line, spent
+from conftest import nightly, one_line, spent
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 from test_reductions import KEY, play
@@ -97,8 +97,7 @@ class Twin:
                 self.models[group] = mean(members)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize("period", [nightly(1), 2])
 def test_slow_twin(toy, linear, local, period):
     """Groups, models and every word of seven rounds; a client comes when clusters are final."""
     algorithm = cfl_gp(linear, local, EVERYBODY, m=2, period=period, last=LAST, restarts=30)

@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SIZES, build, matrix, one_line, spent, stop_and_go_on, with_execution
+from conftest import (
+    SIZES,
+    build,
+    matrix,
+    nightly,
+    one_line,
+    spent,
+    stop_and_go_on,
+    with_execution,
+)
 from scipy.special import log_softmax
 from test_moon import L2, forward, gradient
 from test_personal import play
@@ -52,8 +61,7 @@ def fit(row, model, data, k, key, batch_size):
             return weights, len(losses)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("m", "width"), [(3, 1), (1, 4)])
+@pytest.mark.parametrize(("m", "width"), [(3, 1), nightly(1, 4)])
 def test_rounds_equal_a_slow_twin(toy, mlp, local, m, width):
     """Over IFCA clients move; who does fits anew."""
     one = with_execution(local, width=width)

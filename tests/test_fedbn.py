@@ -113,8 +113,7 @@ def train(model, data, batches, lr):
     return model
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, nightly(4)])
 def test_rounds_equal_a_slow_twin(toy, local, width):
     task = cfl.as_task(Normed(), (FEATURES,), CLASSES)
     one = with_execution(local, width=width).replace(personal=fedbn())

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, one_line, spent
+from conftest import ledger, nightly, one_line, spent
 from scipy.cluster.hierarchy import fcluster
 from scipy.cluster.hierarchy import linkage as link
 from scipy.spatial.distance import pdist
@@ -45,13 +45,12 @@ def cut_tree(tree, m, threshold):
     return number_by_first(labels if labels.max() <= m else fcluster(tree, m, "maxclust"))
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
         ({"m": 6, "epochs": 1}, 2),
-        ({"m": 12, "threshold": 0.6, "linkage": "complete"}, 6),
-        ({"m": 3, "threshold": 0.1}, 3),
+        nightly({"m": 12, "threshold": 0.6, "linkage": "complete"}, 6),
+        nightly({"m": 3, "threshold": 0.1}, 3),
     ],
 )
 def test_slow_twin(toy, linear, local, settings, groups):

@@ -71,8 +71,9 @@ class Twin(Groups):
             self.groups[g] = found + mean(duals) if len(duals) >= 3 else found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("m", "width", "momentum"), [(4, 1, 0.5), (1, 4, 0.0)])
+@pytest.mark.parametrize(
+    ("m", "width", "momentum"), [nightly(4, 1, 0.0), (1, 1, 0.5), nightly(1, 4, 0.0)]
+)
 def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     """One model for all, and IFCA, whose clients move; bytes are those of the method below."""
     own = with_execution(local, width=width).replace(momentum=momentum, lr=0.1)

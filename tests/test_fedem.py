@@ -143,7 +143,7 @@ def twin(models, data, local, with_labels, shrink=False):
 
 @pytest.mark.parametrize(
     ("name", "m", "settings"),
-    [nightly("fedem", 3, {}), ("fedem", 2, {"shrink": True}), nightly("fedrc", 3, {})],
+    [nightly("fedem", 3, {}), ("fedem", 2, {"shrink": True}), ("fedrc", 3, {})],
 )
 def test_rounds_are_those_of_the_twin(toy, linear, local, name, m, settings):
     algorithm = METHODS[name](linear, local, COHORTS, m=m, **settings)

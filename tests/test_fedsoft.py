@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import one_line, spent
+from conftest import nightly, one_line, spent
 from test_reductions import COHORT, KEY, SAME, assert_same, play
 from test_reference import (
     batches_of,
@@ -84,8 +84,7 @@ class Twin:
         return asked
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("m", "every", "lam"), [(2, 2, 0.5), (3, 1, 0.1)])
+@pytest.mark.parametrize(("m", "every", "lam"), [(2, 2, 0.5), nightly(3, 1, 0.1)])
 def test_slow_twin(toy, linear, local, m, every, lam):
     """Shares, the m models, those of clients, groups, and every word; two clients come later."""
     algorithm = fedsoft(linear, local, COHORT, m=m, every=every, lam=lam, sigma=0.01)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import matrix, one_line, spent, with_execution
+from conftest import matrix, nightly, one_line, spent, with_execution
 from test_personal import play
 from test_reference import KEY, batches_of, cohort_of, mean, models_of, passes, trained
 
@@ -40,8 +40,7 @@ def twin_step(memory, g, lr, b1=0.9, b2=0.99, tau=1e-3):
     return lr * m / (np.maximum(np.sqrt(v) - d, 0) + tau), (m, v, d)
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, nightly(4)])
 def test_rounds_equal_a_slow_twin(toy, linear, local, width):
     one = with_execution(local, width=width)
     states = play(algorithms.flash(linear, one, PICK, server_lr=0.02), toy, 4)

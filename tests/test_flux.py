@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import at_once, one_line, spent
+from conftest import at_once, nightly, one_line, spent
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import cdist
 from sklearn.cluster import DBSCAN
@@ -84,8 +84,7 @@ def shifted(toy):
     return toy.replace(x=toy.x + jnp.asarray(2 * place, jnp.float32))
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("m", "newcomers"), [(9, "inputs"), (2, "labels")])
+@pytest.mark.parametrize(("m", "newcomers"), [(9, "inputs"), nightly(2, "labels")])
 def test_slow_twin(shifted, linear, local, m, newcomers):
     """Groups, models and every word: a client comes later, another has test samples only."""
     algorithm = flux(linear, local, COHORT, m=m, warm_up=1, newcomers=newcomers)

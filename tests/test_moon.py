@@ -4,7 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import SIZES, build, matrix, one_line, spent, stop_and_go_on, with_execution
+from conftest import (
+    SIZES,
+    build,
+    matrix,
+    nightly,
+    one_line,
+    spent,
+    stop_and_go_on,
+    with_execution,
+)
 from scipy.special import expit, log_softmax
 from test_personal import play
 from test_reference import KEY, batches_of, cohort_of, passes
@@ -61,8 +70,7 @@ def gradient(model, received, previous, x, y):
     return found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("width", "momentum"), [(1, 0.0), (4, 0.5)])
+@pytest.mark.parametrize(("width", "momentum"), [(1, 0.5), nightly(4, 0.0)])
 def test_rounds_equal_a_slow_twin(toy, mlp, local, width, momentum):
     own = with_execution(local, width=width).replace(
         momentum=momentum, personal=moon(mu=MU, temperature=TEMPERATURE)

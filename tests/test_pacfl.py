@@ -117,12 +117,11 @@ def test_directions_of_more_samples_than_features_and_of_fewer_are_the_same():
         assert not found[3:].any()
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("settings", "groups"),
     [
-        ({"m": 9, "threshold": 15.0}, 5),
-        ({"m": 3, "threshold": 12.0}, 3),
+        nightly({"m": 9, "threshold": 15.0}, 5),
+        nightly({"m": 3, "threshold": 12.0}, 3),
         ({"m": 4, "threshold": None, "linkage": "average", "directions": 1}, 4),
     ],
 )

@@ -106,8 +106,7 @@ def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     assert spent(alone[0], alone[-1]) == spent(over[0], over[-1])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("judge", ["template", "own"])
+@pytest.mark.parametrize("judge", [nightly("template"), "own"])
 def test_fedper_equals_its_twin(toy, mlp, local, judge):
     """Over IFCA: clients test the group's layers under their own head, and train both."""
     pick = select.uniform(COHORT)
@@ -217,7 +216,15 @@ def fedbabu_twin(task, model, row, batches, lr):
     return model, ()
 
 
+def split_twin(task, model, row, batches, lr):
+    own = model | row
+    for x, y in batches:
+        own = less(own, slope(task, own, x, y), lr)
+    return own | {name: model[name] for name in row}, {name: own[name] for name in row}
+
+
 TWINS = {
+    "lg_fedavg": (lg_fedavg(), split_twin),
     "apfl": (apfl(alpha=0.3), lambda *given: apfl_twin(*given, adaptive=False)),
     "apfl, adaptive": (apfl(adaptive=True), lambda *given: apfl_twin(*given, adaptive=True)),
     "pfedme": (
@@ -229,7 +236,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(TWINS, ["apfl, adaptive", "fedrep"]))
+@pytest.mark.parametrize("name", others_nightly(TWINS, [name for name in TWINS if name != "apfl"]))
 def test_rounds_equal_a_slow_twin(toy, mlp, local, name):
     """Whole rounds: who trains what, which part the server averages, who keeps what."""
     method, twin = TWINS[name]

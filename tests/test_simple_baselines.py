@@ -158,8 +158,7 @@ def dane_round(model, data, first, second, local, mu):
     return mean(solutions, [len(samples(data, client)) for client in second])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("same_set", "mu"), [(True, 0.0), (False, 0.5)])
+@pytest.mark.parametrize(("same_set", "mu"), [nightly(True, 0.0), (False, 0.5)])
 def test_feddane_twin(toy, linear, local, same_set, mu):
     algorithm = feddane(linear, local, COHORT, mu=mu, same_set=same_set)
     begun, after = (play(algorithm, toy, rounds)[0] for rounds in (0, 1))

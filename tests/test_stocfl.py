@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import one_line, spent
+from conftest import nightly, one_line, spent
 from sklearn.metrics import adjusted_rand_score
 from test_reductions import KEY, play
 from test_reference import batches_of, gradient, mean, models_of, passes, trained
@@ -98,9 +98,8 @@ class Twin:
         return new
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("tau", "represent"), [(0.85, "members"), (0.8, "cohort"), (0.4, "members")]
+    ("tau", "represent"), [(0.85, "members"), nightly(0.8, "cohort"), nightly(0.4, "members")]
 )
 def test_slow_twin(toy, linear, local, tau, represent):
     """Groups, models, the common one, and every word, while groups are founded and unite."""

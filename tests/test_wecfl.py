@@ -54,7 +54,6 @@ def twin_start(data, task, local, m):
     return common, models, size, labels, means(models, labels, size * met, np.stack([common] * m))
 
 
-@pytest.mark.nightly
 def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     """Up to the numbers of groups, it is the best of 50 runs of scikit-learn's."""
     algorithm = wecfl(linear, local, COHORT, m=3, restarts=20)
@@ -74,7 +73,6 @@ def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     assert (sent.units_down, sent.units_up, sent.words_up) == (clients, clients, 0)
 
 
-@pytest.mark.nightly
 def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
     """In round 2 a client has other samples than when it sent the model that counts."""
     fewer = toy.replace(train=toy.train.replace(size=toy.train.size.at[1].set(9)))
