@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from conftest import build, nightly, with_execution
 from sklearn.metrics import adjusted_rand_score
-from test_cfl import CLIENTS, KEY, SAME, TRUTH, concepts, sent
+from test_cfl import CLIENTS, KEY, TRUTH, concepts, sent
 from test_fesem import play
+from test_twins import Rule, follow
 
-from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import make_mesh
@@ -33,8 +33,7 @@ def clustered_once(concepts, linear, local):
     )
 
 
-@pytest.mark.nightly
-def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local, clustered_once):
+def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, local, clustered_once):
     last = clustered_once[-1]
     clustered = clustered_once[3]
     assert adjusted_rand_score(TRUTH, clustered.assignment) == 1
@@ -44,22 +43,9 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, linear, local
         clustered.groups, jax.tree.map(lambda leaf: jnp.repeat(leaf, 3, axis=0), common)
     )
 
-    everybody = fedavg(linear, local, select.full_participation())
-    alone, *_, trained = play(everybody, concepts, 2)
-    chex.assert_trees_all_close(trained.groups, common, **SAME)
-    after = jax.jit(
-        lambda members, state: fedavg(linear, local, select.from_table(members)).round(
-            KEY, state, concepts
-        )[0]
-    )
-    for g in range(3):
-        members = jnp.asarray(np.flatnonzero(np.asarray(clustered.assignment) == g))[None]
-        state = alone.replace(round=clustered.round, groups=common)
-        for _ in range(3):
-            state = after(members, state)
-        chex.assert_trees_all_close(
-            state.groups, jax.tree.map(lambda leaf, g=g: leaf[g : g + 1], last.groups), **SAME
-        )
+    for number, (before, after) in enumerate(pairwise(clustered_once)):
+        if number != 2:
+            follow(before, after, concepts, local, range(CLIENTS), Rule(), KEY)
 
 
 @pytest.mark.nightly

@@ -185,6 +185,8 @@ def test_the_knee_by_hand():
     found = at_once(find_eps, jnp.asarray(apart), np.ones(10, bool))
     np.testing.assert_allclose(found, 3.5, rtol=1e-5)
     assert found == pytest.approx(knee(apart))
+    some = at_once(find_eps, jnp.asarray(apart), np.arange(10) < 8)
+    assert some == pytest.approx(knee(apart[:8, :8])) and some != knee(apart)
     three = find_eps(jnp.asarray(apart), np.arange(10) < 3)
     np.testing.assert_allclose(three, 20.0)
     even = np.arange(5.0)

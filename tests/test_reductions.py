@@ -1,7 +1,5 @@
 """The algebra between methods: with the right numbers one method is another."""
 
-from itertools import pairwise
-
 import chex
 import hydra
 import jax
@@ -13,9 +11,7 @@ from conftest import build, ledger, nightly, others_nightly, with_execution
 from omegaconf import OmegaConf
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.algorithms import fedopt
 from fedjax_cfl.algorithms.fedavg import fedavg, fedsgd
-from fedjax_cfl.algorithms.fedopt import fedadam, fedavgm
 from fedjax_cfl.algorithms.fedprox import fedprox
 from fedjax_cfl.algorithms.flexcfl.flexcfl import flexcfl
 from fedjax_cfl.algorithms.ifca import ifca
@@ -142,16 +138,6 @@ def test_a_schedule_is_that_of_the_sample_space_too(toy, mlp, local):
 
 
 @pytest.mark.nightly
-def test_a_strong_pull_keeps_clients_near(toy, linear, local, plain):
-    begun, _ = play(plain, toy, 0)
-    pulled = jax.jit(
-        lambda mu: fedprox(linear, local, COHORT, mu=mu).round(KEY, begun, toy)[0].groups
-    )
-    moved = [length(jax.tree.map(jnp.subtract, pulled(mu), begun.groups)) for mu in (0.0, 0.5, 4.0)]
-    assert moved[2] < 0.6 * moved[1] < 0.6 * moved[0]
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -184,91 +170,12 @@ def test_qfedavg_without_fairness_is_the_plain_mean(toy, linear, local, plainly_
 
 
 @pytest.mark.nightly
-def test_qfedavg_with_fairness_is_not(toy, linear, local, plainly_averaged):
-    assert_differ(play(qfedavg(linear, local, COHORT, q=1.0), toy), plainly_averaged)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("batch_size", [40, 64], ids=["just everything", "more than there is"])
 def test_fedavg_of_one_full_batch_is_fedsgd(toy, linear, local, batch_size):
     whole_set = local.replace(epochs=1, batch_size=batch_size)
     assert_same(
         play(fedavg(linear, whole_set, COHORT), toy), play(fedsgd(linear, local, COHORT), toy)
     )
-
-
-@pytest.mark.nightly
-def test_gradient_averaging_of_one_group_is_a_plain_fedsgd(toy, linear, local):
-    """Toy client 2 has no data: present it divides nothing."""
-    gradients = {"solve": "gradient_step", "aggregate": "all_participants"}
-    state, infos = play(build(ifca, linear, local, COHORT, m=1, **gradients), toy)
-    plain = local.replace(epochs=1, batch_size=64)
-    assert_same((state, infos), play(fedavg(linear, plain, COHORT, aggregate=uniform_mean), toy))
-
-
-@pytest.mark.nightly
-def test_fedavgm_without_momentum_is_fedavg(toy, linear, local, averaged):
-    assert_same(play(fedavgm(linear, local, COHORT, momentum=0.0, server_lr=1.0), toy), averaged)
-
-
-@pytest.mark.nightly
-def test_fedavgm_sums_up_old_steps(toy, linear, local, plain):
-    """With momentum 0.5 the second step is the mean update plus half the first step."""
-    heavy = fedavgm(linear, local, COHORT, momentum=0.5)
-    states = [play(heavy, toy, rounds)[0] for rounds in (0, 1, 2)]
-    alone, _ = play(
-        plain,
-        toy,
-        1,
-        play(plain, toy, 0)[0].replace(round=states[1].round, groups=states[1].groups),
-    )
-    first, second = (jax.tree.map(jnp.subtract, b.groups, a.groups) for a, b in pairwise(states))
-    mean = jax.tree.map(jnp.subtract, alone.groups, states[1].groups)
-    chex.assert_trees_all_close(
-        second, jax.tree.map(lambda mean, first: mean + 0.5 * first, mean, first), **SAME
-    )
-
-
-@pytest.mark.nightly
-def test_fedadam_without_memory_takes_sign_steps(toy, linear, local, plain):
-    begun, _ = play(plain, toy, 0)
-    once, _ = play(plain, toy, 1, begun)
-    adam = fedadam(linear, local, COHORT, server_lr=0.125, b1=0.0, b2=0.0, tau=1e-12)
-    signed, _ = play(adam, toy, 1)
-    step = jax.tree.map(jnp.subtract, once.groups, begun.groups)
-    assert all(float(jnp.abs(leaf).min()) > 1e-6 for leaf in jax.tree.leaves(step))
-    expected = jax.tree.map(lambda old, step: old + 0.125 * jnp.sign(step), begun.groups, step)
-    chex.assert_trees_all_close(signed.groups, expected, **SAME)
-
-
-@pytest.mark.parametrize("name", ["fedadagrad", "fedadam", "fedyogi"])
-def test_adaptive_servers_by_hand(name):
-    """Two steps of Algorithm 2 on one number, g = 3 then -1, from v = tau^2."""
-    b1, b2, tau, lr = (0.0 if name == "fedadagrad" else 0.9), 0.99, 0.5, 0.1
-    second = {
-        "fedadagrad": lambda v, g: v + g**2,
-        "fedadam": lambda v, g: b2 * v + (1 - b2) * g**2,
-        "fedyogi": lambda v, g: v - (1 - b2) * g**2 * np.sign(v - g**2),
-    }[name]
-    server = server_of(
-        name, server_lr=lr, b1=b1, tau=tau, **({} if name == "fedadagrad" else {"b2": b2})
-    )
-    x, m, v = 10.0, 0.0, tau**2
-    params = jnp.full((1,), 10.0)
-    state = server.init(params)
-    for step in (3.0, -1.0):
-        m, v = b1 * m + (1 - b1) * step, second(v, step)
-        x += lr * m / (np.sqrt(v) + tau)
-        update, state = server.update(jnp.full((1,), -step), state, params)
-        params = params + update
-        np.testing.assert_allclose(params, [x], rtol=1e-6)
-
-
-def server_of(name, **options):
-    """Returns the server optimizer that a method of the FedOpt family passes on."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fedopt, "with_server", lambda task, local, select, server: server)
-        return getattr(fedopt, name)(None, None, None, **options)
 
 
 @pytest.fixture(scope="module")

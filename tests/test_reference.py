@@ -242,6 +242,21 @@ def test_flexcfl_start(toy, linear, local, iterations):
     np.testing.assert_allclose(models_of(state.memory.initial)[0].flat(), model.flat(), rtol=1e-6)
 
 
+def test_each_founder_is_a_group(toy, linear, local):
+    """RCC: the first three clients of a draw, and what each has trained; one has no samples."""
+    rcc = {"m": 3, "alpha": 1, "measure": "none", "pretrain": "iters:3"}
+    algorithm = build(algorithms.flexcfl, linear, local, select.uniform(COHORT), **rcc)
+    state = jax.jit(algorithm.init)(KEY, toy)
+    keys, groups = jax.random.split(derive_key(KEY, START), 4), models_of(state.groups)
+    ids = shuffled(jax.random.bits(keys[1], (2,)), toy.num_clients, 0)[:3].tolist()
+    assert ids[0] == 2 and [int(state.assignment[client]) for client in ids] == [-1, 1, 2]
+    for client, found in zip(ids, groups, strict=True):
+        plan = batches_of(passes(keys[2], toy, client, 3), local.batch_size)[:3]
+        model = models_of(state.memory.initial)[0]
+        expected = trained(model, toy, plan, local.lr)
+        np.testing.assert_allclose(found.flat(), expected.flat(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.nightly
 def test_newcomers_join_the_nearest_direction(toy, linear, local):
     """FlexCFL eq. 8: a client met in round 0 pre-trains from the initial model and
@@ -468,21 +483,33 @@ def test_a_round_ends_with_the_last_answer_if_fewer_come():
         assert found[0] == duration and found[1].tolist() == [bool(n) for n in late]
 
 
-@pytest.mark.nightly
 def test_local_steps_cycle_through_epochs(toy, linear, local):
-    """Seven mini-batch steps of every client, however many samples it has."""
-    pick = select.uniform(COHORT)
-    algorithm = algorithms.fedavg(linear, local.replace(steps=7), pick)
+    """Seven mini-batch steps of every client with weight decay, however many samples it has;
+    losses are means over what the first and the last epoch reach, with the penalty of the model
+    before and, where the last is not the first, after.
+    """
+    pick, decay = select.uniform(COHORT), 0.3
+    algorithm = algorithms.fedavg(linear, local.replace(steps=7, weight_decay=decay), pick)
     state = jax.jit(algorithm.init)(KEY, toy)
     model, one_round = models_of(state.groups)[0], jax.jit(algorithm.round)
+    x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)
     for round in range(ROUNDS):
-        solutions, weights = [], []
+        solutions, weights, losses = [], [], []
         for client in cohort_of(pick, round, toy):
-            epochs = passes(derive_key(KEY, TRAIN, round), toy, client, 7)
-            order = batches_of(epochs, local.batch_size)[:7]
-            solutions.append(trained(model, toy, order, local.lr))
+            epochs, w = passes(derive_key(KEY, TRAIN, round), toy, client, 7), model
+            per_epoch, each = -(-len(epochs[0]) // local.batch_size), [[] for _ in range(7)]
+            for step, batch in enumerate(batches_of(epochs, local.batch_size)[:7]):
+                loss = -np.log(probabilities(w, x[batch])[np.arange(len(batch)), y[batch]])
+                each[step // per_epoch] += loss.tolist()
+                w = w + -local.lr * (gradient(w, x[batch], y[batch]) + decay * w)
+            solutions.append(w)
             weights.append(len(epochs[0]))
+            last = 6 // per_epoch
+            ends = (each[0], model), (each[last], w if last else model)
+            losses.append([np.mean(part) + L2 * np.sum(end.kernel**2) for part, end in ends])
         model = mean(solutions, weights)
         state, info = one_round(KEY, state, toy)
         assert_models_close(state.groups, [model])
         assert count_to_int(info.steps) == 7 * len(weights)
+        found = [info.loss, info.last_loss]
+        np.testing.assert_allclose(found, np.average(losses, axis=0, weights=weights), rtol=1e-4)

@@ -176,20 +176,21 @@ def mix(groups, used, eta_g):
     return mixed
 
 
-def follow(before, after, data, local, ids, rule, key=KEY):
-    """Asserts that a round of the clients `ids`, who train in their groups of `after`, makes its
-    models; returns how many groups were trained.
+def follow(before, after, data, local, ids, rule, key=KEY, trained_in=None):
+    """Asserts that a round of the clients `ids`, who train in their groups of `after`, or in those
+    before, `trained_in`, makes its models; returns how many groups were trained.
     """
     groups, place, number = models_of(before.groups), np.asarray(after.assignment), before.round
     found, weights = [[] for _ in groups], [[] for _ in groups]
     for k in ids:
         g = int(place[k])
+        start = groups[g if trained_in is None else int(trained_in[k])]
         if rule.by_loss:
             assert g == np.argmin([cross_entropy(w, *held_by(data, k)) for w in groups])
         found[g].append(
-            one_step(groups[g], data, k)
+            one_step(start, data, k)
             if rule.gradients
-            else solution(groups[g], data, k, number, local, rule.mu, key)
+            else solution(start, data, k, number, local, rule.mu, key)
         )
         weights[g].append(len(samples(data, k)))
     for g, model in enumerate(groups):
