@@ -231,7 +231,6 @@ def test_migration_changes_nothing(toy, linear, local):
     )
 
 
-@pytest.mark.nightly
 def test_migration_of_the_selected_follows_centers(linear, local):
     """Where only the selected look for a center, a client whose data shifted moves, if it does, to
     the center nearest to its stored model, for nothing.

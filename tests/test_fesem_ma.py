@@ -12,7 +12,7 @@ import pytest
 from conftest import build, ledger, matrix, nightly, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
-from test_fesem import planted, play
+from test_fesem import planted, play, twin
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem.fesem import fesem, stored_mean
@@ -164,7 +164,6 @@ def test_recurrent_models_are_refused(local, module, shape, layer):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.nightly
 def test_a_client_that_renames_its_units_does_not_matter():
     """Its update is what it had been, though the model it trained is another one."""
     _, layers, params, orders = network("mlp")
@@ -185,6 +184,15 @@ def test_a_client_that_renames_its_units_does_not_matter():
 
 
 # The algorithm
+
+
+def test_without_hidden_units_it_is_fesem(toy, linear, local):
+    options = {"m": 2, "head": "plain", "mu": 0.5}
+    begun, *_, last = play(build(fesem_ma, linear, local, COHORT, **options), toy, 2)
+    centers, models, assignment = twin(begun, toy, local, 2, 0.5, "prox", "all")
+    assert last.assignment.tolist() == assignment
+    np.testing.assert_allclose(matrix(last.groups), centers, atol=2e-5)
+    np.testing.assert_allclose(matrix(last.rows["models"].models), models, atol=2e-5)
 
 
 @pytest.mark.nightly
@@ -215,7 +223,6 @@ def test_planted_groups_are_found(mlp, local):
     assert spent(*states[:2]) == Traffic(6, 6, 0, 6 * 4)
 
 
-@pytest.mark.nightly
 def test_class_means_by_hand():
     """Two groups; clients 0, 1, 2 are stored in group 0, 3 in 1; client 1 trains anew,
     from 10; classes 0, 1, 2.

@@ -488,7 +488,7 @@ def test_local_steps_cycle_through_epochs(toy, linear, local):
     losses are means over what the first and the last epoch reach, with the penalty of the model
     before and, where the last is not the first, after.
     """
-    pick, decay = select.uniform(COHORT), 0.3
+    pick, decay = select.full_participation(), 0.3
     algorithm = algorithms.fedavg(linear, local.replace(steps=7, weight_decay=decay), pick)
     state = jax.jit(algorithm.init)(KEY, toy)
     model, one_round = models_of(state.groups)[0], jax.jit(algorithm.round)

@@ -6,6 +6,7 @@ draws, and, where other tests say how groups are found, the groups.
 import itertools
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from conftest import build
@@ -25,7 +26,7 @@ from test_reference import (
 )
 
 from fedjax_cfl import algorithms
-from fedjax_cfl.keys import TRAIN, derive_key
+from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.system import select
 
 PICK, EVERYBODY, LR = select.uniform(6), select.full_participation(), 0.2
@@ -237,3 +238,30 @@ def test_groups_of_clients(toy, linear, local, name):
         ids = np.flatnonzero(toy.train.size).tolist() if everybody else cohort_of(pick, number, toy)
         counts.append(follow(before, after, toy, local, ids, rule))
     assert max(counts) > 1 or name in ONE
+
+
+def test_ifca_goes_on_from_the_best_of_three_starts(toy, linear, local):
+    """That whose clients have the least mean loss while they train for one epoch."""
+    one, starts, losses = local.replace(epochs=1), [], []
+    settings = {"m": 2, "restarts": 3, "restart_rounds": 1}
+    state = jax.jit(algorithms.ifca_restarts(linear, one, PICK, **settings).init)(KEY, toy)
+    begin = jax.jit(algorithms.ifca(linear, one, PICK, m=2).init)
+    for number in range(3):
+        key = jax.random.fold_in(KEY, number)
+        groups, total, count = models_of(begin(key, toy).groups), 0.0, 0
+        ids = PICK.draw(derive_key(key, SELECT, 0), 0, toy.train.size).tolist()
+        for k in [k for k in ids if toy.train.size[k]]:
+            each = [cross_entropy(w, *held_by(toy, k)) for w in groups]
+            w = received = groups[int(np.argmin(each))]
+            order = passes(derive_key(key, TRAIN, 0), toy, k, 1)
+            for batch in batches_of(order, one.batch_size):
+                x, y = np.asarray(toy.x, np.float64)[batch], np.asarray(toy.y)[batch]
+                total += len(batch) * (cross_entropy(w, x, y) + L2 * np.sum(received.kernel**2))
+                w = w + -one.lr * gradient(w, x, y)
+            count += len(order[0])
+        starts.append(groups)
+        losses.append(total / count)
+    best = int(np.argmin(losses))
+    assert best != 0
+    for found, wanted in zip(models_of(state.groups), starts[best], strict=True):
+        np.testing.assert_allclose(found.flat(), wanted.flat(), rtol=1e-6)
