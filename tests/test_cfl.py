@@ -63,9 +63,9 @@ def cutting(linear, local):
 
     one_round = jax.jit(lambda limits, state, data: algorithm(limits).round(KEY, state, data))
 
-    def run(data, rounds, **limits):
+    def run(data, rounds, start=None, **limits):
         limits = {name: jnp.float32(value) for name, value in (ONCE | limits).items()}
-        states, infos = [jax.jit(algorithm(ONCE).init)(KEY, data)], []
+        states, infos = [start or jax.jit(algorithm(ONCE).init)(KEY, data)], []
         for _ in range(rounds):
             state, info = one_round(limits, states[-1], data)
             states.append(state)
@@ -170,6 +170,18 @@ def test_halves_inherit_the_model_that_was_cut(concepts, cutting):
             )
     assert after.rows["last_split"].tolist() == [int(after.active.sum()) - 1] * CLIENTS
     assert all(np.isnan(info.group_discrepancy[3]) for info in infos)
+
+
+def test_who_missed_the_cuts_takes_its_sides(concepts, cutting):
+    """It trains from each model that was cut, and joins the half of the more similar update."""
+    final, missed = cutting(concepts, 12)[0][-1], np.array([1, 2, 4, 9])
+    unmet = final.replace(assignment=final.assignment.at[missed].set(-1))
+    unmet = unmet.put_rows({"last_split": final.rows["last_split"].at[missed].set(0)})
+    before, after = cutting(concepts, 1, unmet)[0]
+    np.testing.assert_array_equal(after.assignment, final.assignment)
+    halves = [int(final.memory.parent[2]), 2]  # of the second cut
+    passed = CLIENTS + len(missed) + int(np.isin(final.assignment[missed], halves).sum())
+    assert sent(before, after) == (passed, passed)
 
 
 @pytest.mark.nightly

@@ -23,7 +23,8 @@ from conftest import (
     with_execution,
 )
 from scipy.special import log_softmax
-from test_reference import KEY, batches_of, gradient, models_of, passes
+from test_reference import KEY, batches_of, gradient, models_of, passes, play
+from test_twins import Rule, follow
 
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
@@ -48,14 +49,6 @@ from fedjax_cfl.system.clock import device_profiles
 ROUNDS, COHORT, LAM = 3, 6, 0.7
 
 
-def play(algorithm, data, rounds=ROUNDS):
-    """Returns the states before the first and after every round of a run."""
-    one_round, states = jax.jit(algorithm.round), [jax.jit(algorithm.init)(KEY, data)]
-    for _ in range(rounds):
-        states.append(one_round(KEY, states[-1], data)[0])
-    return states
-
-
 def pulled(model, center, data, batches, lr, lam):
     """SGD on F_k(v) + lam / 2 ||v - center||^2."""
     x, y = np.asarray(data.x, np.float64), np.asarray(data.y)
@@ -73,9 +66,10 @@ def test_ditto_equals_its_twin(toy, linear, local, m, width):
     rows = models_of(kept(states[0]).values)
     for before, after in itertools.pairwise(states):
         number, sent = int(before.round), models_of(before.groups)
-        for client in pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size).tolist():
-            if not toy.train.size[client]:
-                continue
+        ids = pick.draw(derive_key(KEY, SELECT, number), number, toy.train.size).tolist()
+        ids = [client for client in ids if toy.train.size[client]]
+        follow(before, after, toy, local, ids, Rule(weighs=False, by_loss=True))  # as without it
+        for client in ids:
             epochs = passes(derive_key(KEY, TRAIN, number), toy, client, local.epochs)
             batches = batches_of(epochs, local.batch_size)
             center = sent[int(after.assignment[client])]
@@ -93,7 +87,8 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", others_nightly(METHODS, ["ifca"]))
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", METHODS)
 def test_the_method_below_is_what_it_is_alone(toy, linear, local, name):
     factory, settings = METHODS[name]
     pick = select.uniform(COHORT)
@@ -216,7 +211,9 @@ def fedbabu_twin(task, model, row, batches, lr):
     return model, ()
 
 
-def split_twin(task, model, row, batches, lr):
+def lg_fedavg_twin(task, model, row, batches, lr):
+    """The head is shared, and all before it a client's own."""
+    assert set(model) - set(row) == {"head"}
     own = model | row
     for x, y in batches:
         own = less(own, slope(task, own, x, y), lr)
@@ -224,7 +221,7 @@ def split_twin(task, model, row, batches, lr):
 
 
 TWINS = {
-    "lg_fedavg": (lg_fedavg(), split_twin),
+    "lg_fedavg": (lg_fedavg(), lg_fedavg_twin),
     "apfl": (apfl(alpha=0.3), lambda *given: apfl_twin(*given, adaptive=False)),
     "apfl, adaptive": (apfl(adaptive=True), lambda *given: apfl_twin(*given, adaptive=True)),
     "pfedme": (

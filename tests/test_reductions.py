@@ -74,7 +74,8 @@ def plainly_averaged(toy, linear, local):
     return play(fedavg(linear, local, COHORT, aggregate=uniform_mean), toy)
 
 
-@pytest.mark.parametrize("mu", [nightly(0.0), jnp.zeros(())], ids=["number", "array"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("mu", [0.0, jnp.zeros(())], ids=["number", "array"])
 def test_fedprox_without_pull_is_fedavg(toy, linear, local, averaged, mu):
     assert_same(play(fedprox(linear, local, COHORT, mu=mu), toy), averaged)
 
@@ -158,6 +159,7 @@ def test_with_one_group_and_a_pull_it_is_fedprox(toy, linear, local, averaged, n
     assert_differ(pulled, averaged)
 
 
+@pytest.mark.nightly
 def test_ifca_of_one_group_is_fedavg(toy, linear, local, averaged, plainly_averaged):
     assert_same(play(build(ifca, linear, local, COHORT, m=1, aggregate="samples"), toy), averaged)
     assert_same(play(ifca(linear, local, COHORT, m=1), toy), plainly_averaged)

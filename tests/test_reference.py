@@ -174,6 +174,14 @@ def played(algorithm, data):
     return first, state
 
 
+def play(algorithm, data, rounds=ROUNDS):
+    """Returns the states before the first and after every round of a run."""
+    one_round, states = jax.jit(algorithm.round), [jax.jit(algorithm.init)(KEY, data)]
+    for _ in range(rounds):
+        states.append(one_round(KEY, states[-1], data)[0])
+    return states
+
+
 def assert_models_close(found, expected):
     for one, other in zip(models_of(found), expected, strict=True):
         np.testing.assert_allclose(one.flat(), other.flat(), rtol=1e-5, atol=1e-5)

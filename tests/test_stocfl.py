@@ -2,6 +2,8 @@
 clients that come later; the bill.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -156,13 +158,16 @@ def test_without_unions_and_pull_clients_are_alone(toy, linear, local):
         np.testing.assert_allclose(found.flat(), model.flat(), atol=2e-5)
 
 
+SLOTS = jax.jit(partial(place_groups, m=3))
+
+
 def place(apart, count, new, limit=0.5):
     apart = np.asarray(apart, float)
-    found = place_groups(jnp.asarray(apart + apart.T), jnp.array(count), jnp.array(new), 3, limit)
+    given = jnp.asarray(apart + apart.T), jnp.array(count), jnp.array(new)
+    found = SLOTS(*given, limit=limit)
     return [part.tolist() for part in found]
 
 
-@pytest.mark.nightly
 def test_slots_by_hand():
     """Three groups, of which the last is not in use, and two new clients."""
     far = np.triu(np.full((5, 5), 0.9), 1)

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 from conftest import build
-from test_personal import play
 from test_reference import (
     KEY,
     L2,
@@ -22,6 +21,7 @@ from test_reference import (
     mean,
     models_of,
     passes,
+    play,
     samples,
 )
 

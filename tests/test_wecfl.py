@@ -54,10 +54,16 @@ def twin_start(data, task, local, m):
     return common, models, size, labels, means(models, labels, size * met, np.stack([common] * m))
 
 
-def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
-    """Up to the numbers of groups, it is the best of 50 runs of scikit-learn's."""
+@pytest.fixture(scope="module")
+def started(toy, linear, local):
+    """Returns the method with three groups, and its first state."""
     algorithm = wecfl(linear, local, COHORT, m=3, restarts=20)
-    state = jax.jit(algorithm.init)(KEY, toy)
+    return algorithm, jax.jit(algorithm.init)(KEY, toy)
+
+
+def test_the_start_is_k_means_weighted_by_samples(toy, linear, local, started):
+    """Up to the numbers of groups, it is the best of 50 runs of scikit-learn's."""
+    _, state = started
     _, models, size, labels, centers = twin_start(toy, linear, local, 3)
     np.testing.assert_allclose(matrix(state.rows["models"].models), models, atol=2e-5)
     met = size > 0
@@ -73,12 +79,11 @@ def test_the_start_is_k_means_weighted_by_samples(toy, linear, local):
     assert (sent.units_down, sent.units_up, sent.words_up) == (clients, clients, 0)
 
 
-def test_rounds_are_those_of_a_slow_twin(toy, linear, local):
+def test_rounds_are_those_of_a_slow_twin(toy, local, started):
     """In round 2 a client has other samples than when it sent the model that counts."""
     fewer = toy.replace(train=toy.train.replace(size=toy.train.size.at[1].set(9)))
-    algorithm = wecfl(linear, local, COHORT, m=3)
-    state = begun = jax.jit(algorithm.init)(KEY, toy)
-    one_round = jax.jit(algorithm.round)
+    algorithm, begun = started
+    state, one_round = begun, jax.jit(algorithm.round)
     centers, models = (
         matrix(state.groups).astype(float),
         matrix(state.rows["models"].models).astype(float),
