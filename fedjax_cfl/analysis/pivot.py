@@ -70,7 +70,8 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
     for _, cells in found.groupby("column"):
         ranks = dict.fromkeys(cells["row"], PLAIN)
         if cells["measure"].nunique() == 1:
-            inside = dict(zip(cells["row"], map(sets.get, cells["label"]), strict=True))
+            members = [sets[label] for label in cells["label"]]
+            inside = dict(zip(cells["row"], members, strict=True))
             ranks = rank_cells(inside, cells["measure"].iloc[0])
         found.loc[cells.index, "rank"] = cells["row"].map(ranks)
     column = found["column"].map({name: n for n, name in enumerate(found["column"].unique())})

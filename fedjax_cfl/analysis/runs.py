@@ -101,8 +101,9 @@ def list_settings(run_dir: Path) -> dict[str, Any]:
 
 def list_paths(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
     """Returns one path or several as a list. Raises InputError for what is none."""
-    several = isinstance(paths, Iterable) and not isinstance(paths, str | bytes | Path)
-    return [check_value("paths", each, str | Path) for each in (paths if several else [paths])]
+    if isinstance(paths, str | bytes | Path) or not isinstance(paths, Iterable):
+        paths = [paths]
+    return [check_value("paths", each, str | Path) for each in paths]
 
 
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
