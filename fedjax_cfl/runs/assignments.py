@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns
+from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns, to_arrow
 from fedjax_cfl.runs.results import atomic_write
 
 if TYPE_CHECKING:  # JAX is not needed to read them
@@ -88,7 +88,7 @@ def finish_assignments(
     if clients.size and held:
         table = np.frombuffer(held, "<i4").reshape(-1, record_size(clients) // 4)
         rounds, groups, concepts = np.split(table, [1, 1 + clients.size], axis=1)
-        columns = {"round": pa.array(rounds[:, 0]), "group": _lists(groups)}
+        columns = {"round": to_arrow(rounds[:, 0]), "group": _lists(groups)}
         if (concepts >= 0).any():
             columns["concept"] = _lists(concepts)
         parquet = pa.table(columns)
@@ -103,10 +103,7 @@ def finish_assignments(
 
 def _lists(values: np.ndarray) -> pa.Array:
     """Returns the rows of values [E, R] as lists of small integers."""
-    dtype = np.min_scalar_type(-1 - int(values.max(initial=0)))  # signed, for -1
-    offsets = np.arange(len(values) + 1, dtype=np.int64) * values.shape[1]
-    flat = pa.array(values.astype(dtype).reshape(-1))
-    return pa.LargeListArray.from_arrays(offsets, flat)
+    return to_arrow(values.astype(np.min_scalar_type(-1 - int(values.max(initial=0)))))  # with -1
 
 
 # reading

@@ -36,6 +36,24 @@ GROUP = Column("whole numbers, -1 for none", -1, MAX_INTEGER, whole=True)
 NAME = Column("names, text or whole numbers, each once", whole=True, names=True)
 
 
+def to_arrow(values: Any) -> pa.Array:
+    """Returns values [K], numbers or text, as a column, and values [K, ...] as one of lists. Unlike
+    `pyarrow.array` it does not import pandas, which takes as long as a short run.
+    """
+    values = np.asarray(values)
+    if values.ndim > 1:
+        lists = values.reshape(len(values), -1)
+        ends = np.arange(len(lists) + 1, dtype=np.int64) * lists.shape[1]
+        return pa.LargeListArray.from_arrays(to_arrow(ends), to_arrow(lists.reshape(-1)))
+    if values.dtype.kind == "U":
+        texts = [text.encode() for text in values.tolist()]
+        ends = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+        parts = pa.py_buffer(ends), pa.py_buffer(b"".join(texts))
+        return pa.LargeStringArray.from_buffers(len(texts), *parts)
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
+
+
 def read_columns(
     path: Path, columns: Mapping[str, Column], run_id: str | None = None
 ) -> tuple[dict[str, np.ndarray], dict[bytes, bytes]]:

@@ -22,7 +22,7 @@ import yaml
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
-from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, read_columns
+from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, read_columns, to_arrow
 from fedjax_cfl.runs.regular_files import read_regular
 from fedjax_cfl.scores import SCORES, score_of
 
@@ -122,13 +122,7 @@ def write_clients(
     [K, C], becomes a column of lists. `name` is that of the file; `run_id` is noted in it, for
     a reader to see that it is of this run.
     """
-    arrays = {name: np.asarray(values) for name, values in columns.items()}
-    table = pa.table(
-        {
-            name: pa.array(values if values.ndim == 1 else values.tolist())
-            for name, values in arrays.items()
-        }
-    )
+    table = pa.table({name: to_arrow(values) for name, values in columns.items()})
     if run_id is not None:
         table = table.replace_schema_metadata({RUN_ID: run_id})
     with atomic_write(Path(run_dir) / name) as temporary:

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from scipy.special import softmax
 
 from fedjax_cfl.scores import ACCURACY
 from fedjax_cfl.tasks import sums
@@ -80,13 +80,20 @@ def summarize(table: ClientMetrics, counts: Any) -> dict[str, Any]:
     }
 
 
+def compute_chances(outputs: np.ndarray) -> np.ndarray:
+    """Returns the probabilities [B, C] of the classes."""
+    from scipy.special import softmax  # a slow import that no run needs
+
+    return softmax(outputs, axis=1)
+
+
 CLASSIFICATION = Targets(
     "classification",
     ACCURACY,
     loss=train_cross_entropy,
     loss_value=cross_entropy,
     guess=lambda outputs: outputs.argmax(-1).astype("int32"),
-    chances=lambda outputs: softmax(outputs, axis=1),
+    chances=compute_chances,
     measure=measure,
     by_group=by_group,
     summarize=summarize,

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
-from scipy.special import expit
 
 from fedjax_cfl.scores import MICRO_F1
 from fedjax_cfl.tasks import sums
@@ -90,13 +90,20 @@ def add_up(guess: Any, y: Any, held: Any) -> tuple[Any, Any]:
     return 2 * (guess * y).sum(), (guess + y).sum()
 
 
+def compute_chances(outputs: np.ndarray) -> np.ndarray:
+    """Returns the probabilities [B, T] of the labels."""
+    from scipy.special import expit  # a slow import that no run needs
+
+    return expit(outputs)
+
+
 MULTILABEL = Targets(
     "multilabel",
     MICRO_F1,
     loss=binary_cross_entropy,
     loss_value=binary_cross_entropy,
     guess=lambda outputs: (outputs > 0).astype("int32"),
-    chances=expit,
+    chances=compute_chances,
     measure=measure,
     by_group=by_group,
     summarize=partial(sums.summarize, by_group, list_measures),
