@@ -17,10 +17,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
 import pyarrow.parquet as pq
+
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.saved_models import load_arrays
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 SMALL = ["dataset.clients=20", "model=mclr", "local.epochs=1", "clients_per_round=6", "rounds=4"]
@@ -136,15 +136,14 @@ def read_facts(folder: Path) -> dict[str, object]:
                 facts |= {f"{name}:{number}:{k}": v for k, v in found.items() if k not in VARYING}
         elif path.suffix == ".parquet":
             facts[name] = pq.read_table(path).to_pydict()
-        elif path.name == "_METADATA":  # the arrays of a checkpoint
-            arrays = ocp.PyTreeCheckpointer().restore(path.parent)
-            step = name.partition("/arrays")[0].rpartition("-")[2]
-            title = f"{name.partition('/')[0]} of round {step}"
-            facts |= {
-                title + jax.tree_util.keystr(key): leaf.tobytes()
-                for key, leaf in jax.tree_util.tree_leaves_with_path(arrays)
-                if isinstance(leaf, np.ndarray)
-            }
+        elif path.suffix == checkpoint.HEADER:
+            arrays = checkpoint.load_arrays(path.parent, int(path.stem))
+            title = f"checkpoints of round {path.stem}"
+            facts |= {title + leaf: array.tobytes() for leaf, array in arrays.items()}
+        elif path.suffix == ".npz":
+            arrays, about = load_arrays(path)
+            title = f"{path.stem} of round {about['round']}"
+            facts |= {title + leaf: array.tobytes() for leaf, array in arrays.items()}
     return facts
 
 
