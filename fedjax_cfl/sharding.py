@@ -52,7 +52,12 @@ def make_mesh(devices: int | None = None) -> Mesh:
     """Returns the mesh over the first `devices` devices (default: all). Raises
     InputError if there are fewer.
     """
-    found = jax.devices()
+    try:
+        found = jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        named = os.environ.get("JAX_PLATFORMS", "")
+        reason = " ".join(str(error).split())[:200] or "there is no such device"
+        raise InputError(f"JAX_PLATFORMS={named}: JAX cannot use it: {reason}; unset it") from None
     if devices is not None and jax.process_count() > 1:
         raise InputError(f"devices={devices}: several processes use all of their devices; use null")
     if devices is not None and not 1 <= devices <= len(found):

@@ -132,6 +132,14 @@ def test_a_name_that_is_too_long_is_one_line(line, fedjax_cfl):
     assert status in (1, 2) and error.startswith("fedjax-cfl: ") and error.count("\n") == 1
 
 
+def test_a_current_folder_that_is_gone_is_one_line(fedjax_cfl, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    status, _, error = fedjax_cfl(SMALL)
+    assert (status, error) == (1, "fedjax-cfl: the current folder: No such file or directory\n")
+
+
 def test_letters_that_an_output_does_not_have_are_spelled_out():
     code = "from fedjax_cfl.cli.outputs import guard_outputs; guard_outputs(); print('r\\u00fc')"
     done = subprocess.run(

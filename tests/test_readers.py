@@ -44,7 +44,7 @@ def test_idx_plain_and_gzip(tmp_path):
     ("content", "says"),
     [
         (b"", "magic"),
-        (b"<html>not found</html>", "magic"),
+        (b"<html>not found</html>", "is a web page, as a download that failed leaves"),
         (idx(IMAGES, kind=0x0D), "type is 0x0d"),
         (idx(IMAGES)[:6], "shape"),
         (bytes([0, 0, 8, 0]), "shape"),

@@ -149,7 +149,8 @@ def test_it_is_said_once_and_every_run_of_a_grid_has_all_of_a_few_clients(own, f
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("jax_enable_x64", True), ("jax_default_prng_impl", "rbg")]
+    ("name", "value"),
+    [("jax_enable_x64", True), ("jax_default_prng_impl", "rbg"), ("jax_debug_nans", True)],
 )
 def test_numbers_do_not_depend_on_the_environment(name, value, toy, linear, local):
     check_jax_settings()
@@ -161,6 +162,15 @@ def test_numbers_do_not_depend_on_the_environment(name, value, toy, linear, loca
             cfl.run(fedavg, linear, toy, jax.random.key(0), rounds=1)
     finally:
         jax.config.update(name, JAX_SETTINGS[name])
+
+
+def test_a_platform_that_is_not_there_is_one_line(monkeypatch):
+    def fail():
+        raise RuntimeError("Unable to initialize backend 'foo'")
+
+    monkeypatch.setattr(jax, "devices", fail)
+    monkeypatch.setenv("JAX_PLATFORMS", "foo")
+    one_line("JAX_PLATFORMS=foo: JAX cannot use it: Unable to init", cfl.make_mesh)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ BAD_CSV = {
     "all rows too long": (b"p,y\n1,a,3\n2,b,3\n", dict(y="y"), "loss of data"),
     "no line of names": (b"1,2\n3,4\n", dict(y="y"), "has the file no line of names?"),
     "latin-1": ("p,y\n1,\xfc\n".encode("latin-1"), dict(y="y"), "expected a CSV in UTF-8"),
-    "utf-16": ("p,y\n1,a\n".encode("utf-16"), dict(y="y"), "cannot be read"),
+    "utf-16": ("p,y\n1,a\n".encode("utf-16"), dict(y="y"), "is text in UTF-16"),
     "two of a name": (b"p,p,y\n1,2,a\n", dict(y="y"), "column 'p' is there 2 times"),
     "no such column": (b"p,label\n1,a\n", dict(y="lable"), "did you mean 'label'?"),
     "decimal commas": (b"p;y\n1,5;a\n", dict(y="y"), "cells between ',', see delimiter"),
@@ -179,9 +179,9 @@ BAD_CSV = {
     "concept of nobody": (
         b"p,y,k\n1,a,u\n", dict(y="y", concept="k"), "concept needs client",
     ),
-    "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], dict(y="y"), "file cannot be read"),
-    "pickle": (b"\x80\x04\x95anything", dict(y="y"), "file cannot be read"),
-    "zero bytes": (b"\0" * 99, dict(y="y"), "table has no rows"),
+    "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], dict(y="y"), "packed by gzip"),
+    "pickle": (b"\x80\x04\x95anything", dict(y="y"), "is a pickle"),
+    "zero bytes": (b"\0" * 99, dict(y="y"), "is no text"),
 }  # fmt: skip
 
 
@@ -437,3 +437,36 @@ def test_a_run_on_a_csv(fedjax_cfl, tmp_path):
     }.items():
         status, _, error = fedjax_cfl(f"{line}2 'dataset.source.{change}'")
         assert status == 2 and says in error and error.count("\n") == 1
+
+
+KINDS = {
+    "an .xlsx": (b"PK\3\4" + bytes(range(60)), "or a file such as .xlsx, expected what is in it"),
+    "an .xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(99), "save it as CSV"),
+    "a renamed .gz": (gzip.compress(b"a,y\n1,2\n"), "is packed by gzip, expected it unpacked"),
+    "a 7z": (b"7z\xbc\xaf\x27\x1c\0\4", "is an archive, expected what is in it"),
+    "a tar": (b"a.csv" + bytes(507) + b"a,y\n1,2\n", "is no text, expected a table"),
+    "a Parquet file": (b"PAR1\x15\x04\x15", "is a Parquet file, which dataset=parquet reads"),
+    "UTF-16": ("a,y\n1,2\n".encode("utf-16"), "is text in UTF-16, expected UTF-8: iconv"),
+    "a web page": (b"<!DOCTYPE html><html>404</html>", "as a download that failed leaves"),
+    "Git LFS": (b"version https://git-lfs.github.com/spec/v1\noid 1\n", "git lfs pull"),
+    "ARFF": (b"@RELATION iris\n@ATTRIBUTE a REAL\n@DATA\n1.5\n", "scipy.io.arff.loadarff"),
+    "IDX": (b"\0\0\x08\x03" + bytes(12), "is no text, expected a table"),
+    "HAR": (b"  2.88e-001 -2.02e-002\n  2.78e-001 -1.64e-002\n", "cfl.from_frame or cfl.from_arr"),
+    "libsvm": (b"+1 1:0.3 4:2\n-1 1:0.2 3:1\n", "cfl.from_frame or cfl.from_arrays"),
+    "no names": (b"5.1,3.5,setosa\n4.9,3.0,setosa\n", "has the file no line of names?"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["a.csv", "data.bin"])
+def test_a_file_of_another_kind_says_what_to_do(kind, name, tmp_path):
+    content, says = KINDS[kind]
+    (tmp_path / name).write_bytes(content)
+    error = one_line(says, csv, tmp_path / name, y="y")
+    assert str(tmp_path / name) in error and error.isprintable() and "\\x" not in error
+
+
+def test_a_comma_more_in_the_line_of_names_is_no_column(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("a,b,y,\n1,2.5,0\n2,3,1\n")
+    assert csv(tmp_path / "a.csv", y="y").columns == ("a", "b")
+    assert capsys.readouterr().err == ""

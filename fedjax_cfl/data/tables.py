@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fedjax_cfl.data.datasets.pool import sort_names
-from fedjax_cfl.data.datasets.readers import report_damage, shorten
+from fedjax_cfl.data.datasets.readers import check_file, report_damage, shorten
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 
 if TYPE_CHECKING:
     import pandas as pd  # takes a while, and few runs have a table
 
-OTHERS = "; what pandas reads otherwise can be given to cfl.from_frame"
+OTHERS = "; what Python reads otherwise can be given to cfl.from_frame or cfl.from_arrays"
 PACKED = r"(\.(gz|bz2|zip|xz|zst))?$"  # what pandas unpacks
 
 
@@ -65,6 +65,7 @@ def read_csv(
     files = list_files(path, "csv")
     frames = []
     for file in files:
+        check_text(file)
         with report_damage(file, f"{expected}{OTHERS}"):
             frames.append(read(file))
     return join_files(str(path), files, frames)
@@ -77,6 +78,7 @@ def read_jsonl(path: str | Path) -> Table:
     files = list_files(path, "jsonl|json|ndjson")
     frames = []
     for file in files:
+        check_text(file)
         with report_damage(file, f"a JSON object in each line, with the same names{OTHERS}"):
             frame = pd.read_json(
                 file, lines=True, dtype=False, convert_axes=False, precise_float=True
@@ -90,6 +92,9 @@ def read_parquet(path: str | Path) -> Table:
     from pyarrow import dataset, unify_schemas
 
     files = list_files(path, "parquet")
+    for file in files:
+        if "://" not in file:
+            check_file(file, b"PAR1")
     options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
     with report_damage(
         str(path) if files[1:] else files[0], f"complete Parquet files, alike in columns{OTHERS}"
@@ -110,6 +115,18 @@ def read_parquet(path: str | Path) -> Table:
         frame = frame.set_axis(clean_columns(files[0], list(frame.columns)), axis=1)
         counts = [part.count_rows() for part in parts]
     return Table(frame, str(path), _count_rows(str(path), files, counts))
+
+
+def check_text(file: str) -> None:
+    """Raises InputError for a file that is no text, with what to do; what is packed is not looked
+    into.
+    """
+    if "://" in file or re.search(r"\.(gz|bz2|zip|xz|zst|tar|tgz)$", file, re.IGNORECASE):
+        return
+    check_file(file)
+    with open(file, "rb") as start:
+        if b"\0" in start.read(512):
+            raise InputError(f"{file}: is no text, expected a table{OTHERS}")
 
 
 def list_files(path: str | Path, endings: str) -> list[str]:

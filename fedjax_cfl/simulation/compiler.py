@@ -42,6 +42,10 @@ JAX_SETTINGS = {
     "jax_default_prng_impl": "threefry2x32",
     "jax_threefry_partitionable": True,
     "jax_random_seed_offset": 0,
+    # these do not compile, or stop at a number that the run counts and leaves out
+    "jax_disable_jit": False,
+    "jax_debug_nans": False,
+    "jax_debug_infs": False,
 }
 
 

@@ -20,7 +20,7 @@ from fedjax_cfl.data.datasets.pool import (
     refuse_gaps,
 )
 from fedjax_cfl.data.datasets.readers import list_names, shorten
-from fedjax_cfl.data.tables import Table, clean_columns
+from fedjax_cfl.data.tables import OTHERS, Table, clean_columns
 from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
@@ -193,8 +193,8 @@ def _list(names: Sequence[str] | str | None) -> list[str]:
 
 def describe_columns(name: str, there: list[str]) -> str:
     """Returns the rest of a message about a column that is not there."""
-    hint = ": is it the delimiter?" if len(there) == 1 else suggest_nearest(name, there)
-    if all(re.fullmatch(r"[-+.\deE]+", other) for other in there):
+    hint = f": is it the delimiter?{OTHERS}" if len(there) == 1 else suggest_nearest(name, there)
+    if not hint and any(re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", other) for other in there):
         hint = ": has the file no line of names?"
     return f", expected one of {list_names(there)}{hint}"
 
@@ -203,8 +203,9 @@ def find_features(table: Table, kinds: dict[str, cells.Kind], allowed: Sequence[
     """Returns the columns of features of a table whose x is not named: of the `allowed` kinds and
     no row numbers, or the one of lists or images. Says which columns are left out.
     """
-    counters = [name for name in kinds if _counts_rows(table, name)]
-    rest = [name for name in kinds if name not in counters]
+    empty = [name for name in kinds if not name and table.frame[name].isna().all()]
+    counters = [name for name in kinds if name not in empty and _counts_rows(table, name)]
+    rest = [name for name in kinds if name not in empty + counters]
     features = [name for name in rest if kinds[name] in allowed]
     whole = [name for name in rest if kinds[name] in ("lists", "images")]
     if whole and (features or len(whole) > 1):

@@ -37,10 +37,29 @@ PICKLE = f"is a pickle and is not opened, expected an .npz: {SAVE}, where it was
 # how files of other kinds begin, and what is said of them
 KINDS = {
     **dict.fromkeys((b"\x80\2", b"\x80\3", b"\x80\4", b"\x80\5"), PICKLE),
-    b"PK\3\4": "is a zip archive, or a file such as .xlsx, expected what is in it: unpack it",
+    b"PK\3\4": (
+        "is a zip archive, or a file such as .xlsx, expected what is in it: unpack it, or save it"
+        " as CSV"
+    ),
+    **dict.fromkeys((b"7z\xbc\xaf", b"Rar!"), "is an archive, expected what is in it: unpack it"),
+    b"\xd0\xcf\x11\xe0": "is a file of Excel or its kin, expected a table: save it as CSV",
+    b"\x1f\x8b": "is packed by gzip, expected it unpacked: gunzip -k {name}",
     b"BZh": "is packed by bzip2, expected it unpacked: bunzip2 -k {name}",
     b"\xfd7zXZ": "is packed by xz, expected it unpacked: xz -dk {name}",
     b"\x89HDF": f"is an HDF5 file, expected an .npz of its arrays: {SAVE}",
+    b"PAR1": "is a Parquet file, which dataset=parquet reads",
+    **dict.fromkeys(
+        (b"\xff\xfe", b"\xfe\xff"),
+        "is text in UTF-16, expected UTF-8: iconv -f UTF-16 -t UTF-8 {name}",
+    ),
+    **dict.fromkeys(
+        (b"<!doctype", b"<html"),
+        "is a web page, as a download that failed leaves, expected the file itself",
+    ),
+    b"version https://git-lfs": "points to a file of Git LFS, expected it itself: git lfs pull",
+    b"@relation": (
+        'is an ARFF file, expected a table: scipy.io.arff.loadarff("{name}")[0] for cfl.from_arrays'
+    ),
     b"\x93NUMPY": f"is a single array, expected an .npz: {SAVE}; or a folder, for dataset=npy",
 }
 
@@ -54,14 +73,15 @@ def check_file(path: PathLike, magic: bytes | None = None) -> None:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would never answer, a device never end
             raise OSError("not a regular file")
         with open(path, "rb") as file:
-            start = file.read(8)
+            start = file.read(64)
     except (OSError, ValueError) as error:
         # a ValueError is for a name that is none, such as one with a zero byte
         named = path if isinstance(error, OSError) else repr(str(path))
         raise InputError(
             f"{named}: file cannot be read ({line_of(error)}), expected a readable file"
         ) from error
-    said = next((KINDS[kind] for kind in KINDS if kind != magic and start.startswith(kind)), "")
+    begins = (kind for kind in KINDS if start.startswith(kind) or start.lower().startswith(kind))
+    said = "".join(KINDS[kind] for kind in begins if kind != magic)
     if name.lower().endswith(PICKLES):
         said = PICKLE
     elif name.lower().endswith((".tar", ".tar.gz", ".tgz")):
@@ -75,7 +95,7 @@ def open_unpacked(path: PathLike) -> Iterator[tuple[Unpacked, int]]:
     """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed
     file is read too), and the most bytes it can hold.
     """
-    check_file(path)
+    check_file(path, b"\x1f\x8b")
     try:
         with open(path, "rb") as file:
             if file.peek(2)[:2] == b"\x1f\x8b":
