@@ -310,11 +310,11 @@ def test_own_model_in_the_current_directory(fedjax_cfl, tmp_path):
         " = 4\n\n    @nn.compact\n    def __call__(self, x):\n        return"
         " nn.Dense(self.num_classes)(nn.Dense(self.width)(x.reshape(len(x), -1)))\n"
     )
-    status, _, error = fedjax_cfl(
-        f"model.module._target_=my_models.Tiny +model.module.width=3 dataset.clients=8 {BARE}"
-        " run_dir=run"
-    )
+    line = "model.module._target_=my_models.Tiny +model.module.width=3 dataset.clients=8"
+    status, _, error = fedjax_cfl(f"{line} {BARE} run_dir=run")
     assert status == 0 and error == ""
+    status, _, error = fedjax_cfl(f"{line} {BARE} run_dir=run")  # the model may have been edited
+    assert status == 2 and "(edits of my_models.Tiny since then are not seen); choose" in error
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["model"] == "my_models.Tiny" and summary["algorithm"] == "fedavg"
 

@@ -28,7 +28,7 @@ from fedjax_cfl.types import FederatedData
 # say where a process is.
 PROCESS_MAY_DIFFER = ("run_dir", "process", "coordinator", "offline", "resume", "checkpoint.")
 PROCESS_MAY_DIFFER += ("logger",)
-FINISHED = "already holds this run, finished after {} rounds; choose another or more rounds"
+FINISHED = "already holds this run, finished after {} rounds{}; choose another or more rounds"
 
 
 def resume_grid(
@@ -44,7 +44,7 @@ def resume_grid(
         for run in runs:  # one of other settings or data is refused, not passed over
             with contextlib.suppress(FinishedRun):
                 resume_run(*run)
-        raise FinishedRun(f"run_dir={runs[0][1].parent}: {FINISHED.format(until)}")
+        raise FinishedRun(f"run_dir={runs[0][1].parent}: {describe_end(runs[0][0], until)}")
     while True:
         starts = [resume_run(*run, until=until) for run in runs]
         rounds = {int(start.state.round) for start in starts if start}
@@ -53,6 +53,17 @@ def resume_grid(
         if len(rounds) < 2:
             return starts
         until = min(rounds)
+
+
+def describe_end(settings: RunSettings, step: int) -> str:
+    """Returns what is said of a run that has ended after round `step`. What makes two runs the same
+    names functions of the user's own, and not what they do.
+    """
+    leaves = dict(flatten_settings(settings.everything)).items()
+    targets = {str(value) for name, value in leaves if name.endswith("_target_")}
+    own = sorted(name for name in targets if not name.startswith("fedjax_cfl.") and "." in name)
+    edits = f" (edits of {', '.join(own)} since then are not seen)" if own else ""
+    return FINISHED.format(step, edits)
 
 
 def has_ended(settings: RunSettings, run_dir: Path, step: int) -> bool:
@@ -98,7 +109,7 @@ def resume_run(
         clear_unsaved(settings, run_dir)
         return None
     if until is None and has_ended(settings, run_dir, found.step):
-        raise FinishedRun(f"run_dir={run_dir}: {FINISHED.format(found.step)}")
+        raise FinishedRun(f"run_dir={run_dir}: {describe_end(settings, found.step)}")
     lost = f"run_dir={run_dir}: {METRICS_FILE} has lost rows before round {found.step}"
     newest = found.step
     while (kept := cut_rows(run_dir, settings, data, found)) is None:
