@@ -182,9 +182,13 @@ def test_predictions_are_written_as_a_table(folder, predict):
     predict("csv", "own.csv", "--out p.npz")
     table, arrays = pd.read_csv("p.csv"), np.load("p.npz")
     chances = [f"probabilities {name}" for name in ("caf\u00e9", "off", "on")]
-    assert list(table.columns) == ["predicted", "model", "known", *chances]
-    for name in ("predicted", "model", "known"):
-        assert table[name].tolist() == arrays[name].tolist()
+    assert list(table.columns) == ["client", "predicted", "model", "known", *chances]
+    for name in ("client", "predicted", "model", "known"):
+        assert table[name].astype(str).tolist() == arrays[name].astype(str).tolist()
     np.testing.assert_allclose(table[chances], arrays["probabilities"])
-    status, _, error = predict("csv", "own.csv", "--out p.parquet")
-    assert status == 2 and "--out=p.parquet: must end in .npz or .csv" in error
+    assert predict("csv", "own.csv", "--out p.parquet")[1] == "written to p.parquet"
+    again = pd.read_parquet("p.parquet")
+    assert list(again.columns) == list(table.columns)
+    assert again["predicted"].tolist() == table["predicted"].tolist()
+    status, _, error = predict("csv", "own.csv", "--out p.xlsx")
+    assert status == 2 and "--out=p.xlsx: must end in .csv, .npz or .parquet" in error

@@ -25,6 +25,7 @@ from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.data.datasets.table import read_new_samples
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import clean_name
+from fedjax_cfl.library import to_frame
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write, write_columns
@@ -62,15 +63,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--out",
         metavar="OUT",
-        help="write predicted, model, known [N] and, of classes or labels, probabilities [N, C], to"
-        " an .npz or a .csv",
+        help="write a row for each sample to a .csv or .parquet: client, predicted, model, known"
+        " and, of classes or labels, probabilities; to an .npz arrays [N] and [N, C]",
     )
     given = parse_arguments(parser, argv)
     files = [Path(name) for name in (given.out, given.file) if name]
     if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
-    if given.out and not given.out.lower().endswith((".npz", ".csv")):
-        raise InputError(f"--out={given.out}: must end in .npz or .csv")
+    if given.out and not given.out.lower().endswith((".csv", ".npz", ".parquet")):
+        raise InputError(f"--out={given.out}: must end in .csv, .npz or .parquet")
     run = load_run(given.run_dir)
     if given.confusion and not run.num_classes:
         raise InputError("--confusion: counts classes, and the run had none")
@@ -94,7 +95,7 @@ def main(argv: list[str]) -> int:
             raise InputError(f"{given.file}: has no labels y, which --confusion counts")
         print("\n".join(describe_confusions(confusion, run.class_names)))
     if given.out:
-        write_predictions(given.out, found, confusion, run.class_names)
+        write_predictions(given.out, found, confusion, run.class_names, arrays.get("client"))
     return 0
 
 
@@ -307,12 +308,20 @@ def name_classes(names: tuple[str, ...] | None, classes: int) -> list[str]:
 
 
 def write_predictions(
-    path: str, found: Predictions, confusion: np.ndarray | None, names: tuple[str, ...] | None
+    path: str,
+    found: Predictions,
+    confusion: np.ndarray | None,
+    names: tuple[str, ...] | None,
+    client: np.ndarray | None,
 ) -> None:
-    """Writes the predictions as arrays of an npz file, and the confusions [M, C, C] where labels
-    are known; classes by name, if they have names.
+    """Writes the predictions as a table, or as arrays of an npz file.
+
+    Args: `path` ends in what it is written as; `found` are the predictions of N samples;
+    `confusion` [M, C, C] is written to an npz, None: labels are not known; `names` are those of
+    classes, None: they have numbers; `client` [N] has each sample's, None: it is not known.
     """
-    arrays = {name: value for name, value in found._asdict().items() if value is not None}
+    arrays = {"client": client} | found._asdict()
+    arrays = {name: value for name, value in arrays.items() if value is not None}
     if confusion is not None:
         arrays["confusion"] = confusion
     if names is not None and found.probabilities is not None:
@@ -322,6 +331,9 @@ def write_predictions(
     try:
         if path.lower().endswith(".csv"):
             write_columns(path, list_rows(arrays))
+        elif path.lower().endswith(".parquet"):
+            with atomic_write(path) as temporary:
+                to_frame(list_rows(arrays)).to_parquet(temporary)
         else:
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **arrays)
@@ -332,11 +344,11 @@ def write_predictions(
 
 def list_rows(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Returns a row for each sample, with a column for each class or label."""
-    columns = {name: arrays[name].tolist() for name in ("model", "known")}
-    for name in ("predicted", "probabilities"):
+    columns = {}
+    for name in ("client", "predicted", "model", "known", "probabilities"):
         values = arrays.get(name)
         if values is not None and values.ndim == 1:
-            columns = {name: values.tolist(), **columns}
+            columns[name] = values.tolist()
         elif values is not None:
             classes = arrays["classes"] if "classes" in arrays else range(values.shape[1])
             columns |= dict(zip((f"{name} {c}" for c in classes), values.T.tolist(), strict=True))
