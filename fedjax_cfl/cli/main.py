@@ -236,4 +236,4 @@ def wrap_help() -> Iterator[None]:
             yield
     finally:  # Hydra exits by itself
         for line in held.getvalue().splitlines():
-            print(textwrap.fill(line, 130, subsequent_indent="  ") if len(line) > 140 else line)
+            print(textwrap.fill(line, 80, subsequent_indent="  ") if len(line) > 82 else line)
