@@ -332,13 +332,9 @@ def test_compare_by_hand(multirun, tmp_path, capsys):
 
 def test_swept_overrides_make_sets_of_their_own(tmp_path):
     for number, (mu, seed) in enumerate((mu, seed) for mu in ("0", "0.1") for seed in range(2)):
-        run_dir = save(
-            tmp_path / str(number), [row(1, 0.5)], algorithm="fedprox", dataset="mnist", seed=seed
-        )
-        (run_dir / ".hydra").mkdir()
-        (run_dir / ".hydra" / "overrides.yaml").write_text(
-            f"- algorithm=fedprox\n- +algorithm.mu={mu}\n- rounds=9\n- seed={seed}\n"
-        )
+        asked = ["algorithm=fedprox", f"+algorithm.mu={mu}", "rounds=9", f"seed={seed}"]
+        named = {"algorithm": "fedprox", "dataset": "mnist", "seed": seed, "overrides": asked}
+        save(tmp_path / str(number), [row(1, 0.5)], **named)
     table = compare.compare([tmp_path], tmp_path)
     assert list(zip(table["label"], table["runs"], strict=True)) == [
         ("fedprox mu=0", 2),

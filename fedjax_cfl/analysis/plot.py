@@ -120,16 +120,11 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
-def scale_scores(axes: Axes, score: Score) -> None:
-    """Makes the y axis that of a score: shares in percent."""
+def limit_scores(axes: Axes, score: Score) -> None:
+    """Shows all that a score can be: shares from 0 to 1, in percent, errors from 0 on."""
+    axes.set_ylim(0, 1.02 if score.percent else None)
     if score.percent:
         format_percent_axis(axes)
-
-
-def limit_scores(axes: Axes, score: Score) -> None:
-    """Shows all that a score can be: shares from 0 to 1, errors from 0 on."""
-    axes.set_ylim(0, 1.02 if score.percent else None)
-    scale_scores(axes, score)
 
 
 def format_percent_axis(axes: Axes) -> None:

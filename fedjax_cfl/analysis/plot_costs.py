@@ -12,7 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, scale_scores, style_axes
+from fedjax_cfl.analysis.plot import (
+    add_legend,
+    format_percent_axis,
+    make_palette,
+    new_figure,
+    style_axes,
+)
 from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 
 DASHES = ("-", "--", ":", "-.")
@@ -177,6 +183,7 @@ def _fill_panels(
             shown = heading if left or "{cost}" in title else ""
             style_axes(axes, shown, cost.heading, f"test {score.words}{said}" if left else "")
             axes.set_xlim(left=0)
-            scale_scores(axes, score)
+            if score.percent:
+                format_percent_axis(axes)
     add_legend(figure, list(lines.values()), list(lines))
     return figure

@@ -55,6 +55,7 @@ SHOWN = (
     "chosen_round",
 )
 MEASURED = {name: MEASURES[name] for name in SHOWN}
+MEASURED |= {name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()}
 MARK = '<meta name="generator" content="fedjax-cfl report">'
 ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
 
@@ -202,16 +203,11 @@ def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]
 def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     """Returns the headline numbers of a run in words."""
     words = {}
-    for name, (heading, factor, digits) in (MEASURED | COST_WORDS).items():
+    for name, (heading, factor, digits) in MEASURED.items():
         value = run.get(name)
         if pd.notna(value) and not name.startswith("shared_best"):
             words[heading] = format_number(value, factor, digits)
     return words | {"rounds": f"{run['rounds']:,}"}
-
-
-COST_WORDS: dict[str, tuple[str, float, int | None]] = {
-    name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()
-}
 
 
 def list_clients(
@@ -279,16 +275,15 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         (room / "report.html").read_text(encoding="utf-8")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    shown = list_shown(runs)
+    shown = [*list_shown(runs), *(name for name in COSTS if runs[name].notna().any())]
     names = [name for name in MEASURED if name in shown]
-    names += [name for name in COSTS if runs[name].notna().any()]
     differences = _list_differences(runs)
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
         allowed=f"sha256-{allowed}",
         level=f"{100 * LEVEL:.0f} %",
-        headings=[(MEASURED | COST_WORDS)[name][0] for name in names],
+        headings=[MEASURED[name][0] for name in names],
         scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
         groups=[_line(members, names) for _, members in split_sets(runs)],
         chosen=bool(runs["chosen_round"].notna().any()),
@@ -314,7 +309,7 @@ def _line(members: pd.DataFrame, names: list[str]) -> dict[str, Any]:
     for name in names:
         mean, low, high, count = bootstrap_mean(members[name])
         estimate = {"mean": mean, "low": low, "high": high, "seeds": count}
-        cells.append(format_estimate(estimate, *(MEASURED | COST_WORDS)[name][1:]))
+        cells.append(format_estimate(estimate, *MEASURED[name][1:]))
     seeds = " ".join(map(str, members["seed"]))
     label = hide_path(members["label"].iloc[0])
     return {"label": label, "seeds": seeds, "runs": len(members), "cells": cells}

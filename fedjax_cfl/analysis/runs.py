@@ -1,6 +1,5 @@
-"""Finished runs as data frames, read from their directories: a row per test, group or client of
-`load_runs`, a row per run of `read_runs`. Their files are checked, for they may have been edited or
-be of something else.
+"""Finished runs, read from their directories: a row per test, group or client of `load_runs`, one
+run of `read_run`. Their files are checked, for they may have been edited or be of something else.
 """
 
 import os
@@ -13,7 +12,6 @@ import pandas as pd
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import escape_text, flatten_settings
-from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.results import (
     LIST_FIELDS,
@@ -141,12 +139,6 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     return sorted(finished)
 
 
-def read_runs(paths: Iterable[str | Path], target: float | None = None) -> pd.DataFrame:
-    """Returns a row per finished run at or below `paths`: what `read_run` returns."""
-    folders = follow(find_runs(list(paths)), "reading runs")
-    return pd.DataFrame([read_run(run_dir, target) for run_dir in folders], dtype=object)
-
-
 def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     """Returns a run's rows, numbers, names and what the command line or its caller changed.
 
@@ -159,7 +151,8 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     named = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
     _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in named])
     check_numbers(str(summary_file), summary, NUMBERS)
-    overrides = _read_overrides(run_dir, summary)
+    overrides = summary.get("overrides") or []
+    _check_texts(summary_file, overrides, shown=False)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
     last = rows[-1] if rows else {}
     sent = [last[name] for name in ("units_down", "units_up") if last.get(name) is not None]
@@ -199,20 +192,6 @@ def _list_parts(run_dir: Path) -> dict[str, str]:
         for name, value in parts.items()
         if not (isinstance(value, str) and ARRAY.search(value))
     }
-
-
-def _read_overrides(run_dir: Path, summary: dict[str, Any]) -> list[str]:
-    """Returns the overrides of the command line, from the summary or from Hydra's own file."""
-    lines, file = summary.get("overrides"), run_dir / SUMMARY_FILE
-    hydra = run_dir / ".hydra" / "overrides.yaml"
-    if lines is None and hydra.is_file():
-        # a flat YAML list of strings, so that no YAML parser is needed
-        text, file = _check_file(hydra).read_text(encoding="utf-8", errors="replace"), hydra
-        lines = [
-            line[2:].strip().strip("'\"") for line in text.splitlines() if line.startswith("- ")
-        ]
-    _check_texts(file, lines or [], shown=False)
-    return lines or []
 
 
 def _check_file(path: Path) -> Path:

@@ -15,10 +15,11 @@ from typing import Any
 
 import pandas as pd
 
-from fedjax_cfl.analysis.runs import DATA, IDENTITY, MADE_OF, read_runs
+from fedjax_cfl.analysis.runs import DATA, IDENTITY, MADE_OF, find_runs, read_run
 from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
+from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
 from fedjax_cfl.runs.scoring import best_over, shared_rounds
 from fedjax_cfl.scores import SCORES, Score, find_owner, score_of
@@ -33,7 +34,9 @@ def read_sets(
     """Returns the finished runs at or below `paths`, each with the label of its set, ordered by
     sets. Raises InputError for a `baseline` that names no set.
     """
-    runs = label_runs(add_shared_best(read_runs(paths, target)))
+    folders = follow(find_runs(list(paths)), "reading runs")
+    found = pd.DataFrame([read_run(run_dir, target) for run_dir in folders], dtype=object)
+    runs = label_runs(add_shared_best(found))
     return runs if baseline is None else add_baseline(runs, baseline)
 
 
