@@ -67,15 +67,15 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
                 f" {' and '.join(same['label'][:2])}; add what tells them apart to the rows or"
                 " columns, as algorithm+algorithm.m, or compare fewer runs"
             )
-    for _, cells in found.groupby("column"):
-        ranks = dict.fromkeys(cells["row"], PLAIN)
-        if cells["measure"].nunique() == 1:
-            members = [sets[label] for label in cells["label"]]
-            inside = dict(zip(cells["row"], members, strict=True))
-            ranks = rank_cells(inside, cells["measure"].iloc[0])
-        found.loc[cells.index, "rank"] = cells["row"].map(ranks)
-    column = found["column"].map({name: n for n, name in enumerate(found["column"].unique())})
-    return found.drop(columns="label").iloc[column.argsort(kind="stable")]
+    parts = []
+    for _, cells in found.groupby("column", sort=False):
+        inside = {row: sets[label] for row, label in zip(cells["row"], cells["label"], strict=True)}
+        one = cells["measure"].nunique() == 1
+        ranks = (
+            rank_cells(inside, cells["measure"].iloc[0]) if one else dict.fromkeys(inside, PLAIN)
+        )
+        parts.append(cells.assign(rank=cells["row"].map(ranks)))
+    return pd.concat(parts).drop(columns="label")
 
 
 def check_measure(runs: pd.DataFrame, measure: str) -> None:
@@ -122,24 +122,18 @@ def rank_cells(inside: dict[str, pd.DataFrame], measure: str) -> dict[str, str]:
     sign = -1 if measure in COSTS or measure.endswith(("rmse", "mae")) else 1
     means = {row: sign * members[measure].mean() for row, members in inside.items()}
     known = {row: mean for row, mean in means.items() if mean == mean}
+    ranks = dict.fromkeys(inside, PLAIN)
     if len(known) < 2:
-        return dict.fromkeys(inside, PLAIN)
+        return ranks
+    best = max(known, key=lambda row: known[row])
     _, factor, digits = MEASURES[measure]
     shown = {row: format_number(value, factor, digits) for row, value in known.items()}
-    top = max(known.values())
-    best = next(row for row in known if known[row] == top)
-
-    def rank(row: str) -> str:
-        if row not in known:
-            return PLAIN
-        if known[row] == top:
-            return BEST
-        if shown[row] == shown[best]:  # no reader could tell why one is bold
-            return TIED
+    for row, mean in known.items():
         gap = bootstrap_mean(sign * list_gaps(inside[best], inside[row], measure))
-        return TIED if gap.values > 1 and gap.low <= 0 else PLAIN
-
-    return {row: rank(row) for row in inside}
+        # of numbers that look alike no reader could tell why one is bold
+        alike = shown[row] == shown[best] or (gap.values > 1 and gap.low <= 0)
+        ranks[row] = BEST if mean == known[best] else TIED if alike else PLAIN
+    return ranks
 
 
 def lay_out(
