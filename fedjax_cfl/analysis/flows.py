@@ -8,6 +8,7 @@ the one of the evaluation before that shares most clients with it.
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 from scipy.optimize import linear_sum_assignment
 from scipy.stats.contingency import crosstab
 
@@ -116,16 +117,9 @@ def choose_snapshots(evaluations: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, evaluations - 1, min(evaluations, most)).round().astype(int))
 
 
-class Flows(NamedTuple):
-    """Clients that share their groups and class at two neighbouring snapshots."""
-
-    source: np.ndarray  # [F] group before
-    target: np.ndarray  # [F] group after
-    kind: np.ndarray  # [F] class after
-    clients: np.ndarray  # [F] how many
-
-
-def count_flows(before: np.ndarray, after: np.ndarray, classes: np.ndarray) -> Flows:
-    """Adds up the clients [R] by their groups before and after and their class."""
-    found, clients = np.unique(np.stack([before, after, classes]), axis=1, return_counts=True)
-    return Flows(found[0], found[1], found[2], clients)
+def count_flows(before: np.ndarray, after: np.ndarray, classes: np.ndarray) -> pd.DataFrame:
+    """Adds up the clients [R] by their groups before and after, `source` and `target`, and their
+    class `kind`: a row for each, with how many `clients`.
+    """
+    table = pd.DataFrame({"source": before, "target": after, "kind": classes})
+    return table.groupby([*table]).size().rename("clients").reset_index()

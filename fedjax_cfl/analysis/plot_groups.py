@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
@@ -93,17 +94,18 @@ def _draw_flows(
     width = BAR * _find_spacing(rounds) / 2
     for column in range(len(rounds) - 1):
         found = flows.count_flows(groups[column], groups[column + 1], kinds[column + 1])
-        left = _stack(found.source, (found.target, found.kind), found.clients, nodes[column])
-        right = _stack(found.target, (found.source, found.kind), found.clients, nodes[column + 1])
+        found["share"] = found["clients"] / size
+        left = _stack(found, "source", "target", nodes[column])
+        right = _stack(found, "target", "source", nodes[column + 1])
         bands = [
-            _band(rounds[column] + width, rounds[column + 1] - width, a, b, count / size)
-            for a, b, count in zip(left, right, found.clients, strict=True)
+            _band(rounds[column] + width, rounds[column + 1] - width, *band)
+            for band in zip(left, right, found["share"], strict=True)
         ]
-        stays = found.source == found.target
+        stays = found["source"] == found["target"]
         # few movers must not vanish behind many who stay
         for some, alpha in ((stays, 0.35), (~stays, 0.7)):
             outlines = [bands[n] for n in np.flatnonzero(some)]
-            faces = [colours[kind] for kind in found.kind[some]]
+            faces = [colours[kind] for kind in found["kind"][some]]
             axes.add_collection(PolyCollection(outlines, fc=faces, alpha=alpha, linewidths=0))
     for column, at in enumerate(rounds):
         _draw_column(axes, at, width, groups[column], kinds[column], nodes[column], colours)
@@ -119,20 +121,15 @@ def _draw_flows(
     return bottom
 
 
-def _stack(
-    group: np.ndarray, order: tuple[np.ndarray, np.ndarray], count: np.ndarray, nodes: dict
-) -> np.ndarray:
-    """Returns the top of each flow on its node, where flows lie by `order`."""
-    top = np.zeros(len(count))
-    size = sum(count)
-    for own in np.unique(group):
-        mine = np.flatnonzero(group == own)
-        other, kind = order[0][mine], order[1][mine]
-        mine = mine[np.lexsort((kind, other, other < 0))]  # without a group: at the bottom
-        heights = count[mine] / size
-        node = nodes[int(own)]
-        top[mine] = node.bottom + node.height - np.concatenate([[0], np.cumsum(heights)[:-1]])
-    return top
+def _stack(found: pd.DataFrame, side: str, other: str, nodes: dict[int, Node]) -> pd.Series:
+    """Returns the top of each flow on its node at one `side`, where flows lie by the `other` one,
+    those of clients without a group at the bottom.
+    """
+    unknown = found[other] < 0
+    placed = found.assign(unknown=unknown).sort_values([side, "unknown", other, "kind"])
+    above = placed.groupby(side)["share"].cumsum() - placed["share"]
+    tops = {group: node.bottom + node.height for group, node in nodes.items()}
+    return (placed[side].map(tops) - above).sort_index()
 
 
 def _band(left: float, right: float, a: float, b: float, height: float) -> np.ndarray:
