@@ -51,6 +51,7 @@ def draw_alluvial(
     _mark_events(above, rows, drawn)
     style_axes(above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients")
     above.grid(visible=False)
+    above.set_yticks([])
     _draw_scores(scores, rows)
     _draw_moves(moves, found.rounds, flows.count_moves(followed))
     first, last = found.rounds[0], found.rounds[-1]
@@ -114,7 +115,6 @@ def _draw_flows(
             text = f" group {group}"
             axes.text(rounds[-1] + width, node.bottom + node.height / 2, text, va="center")
     bottom = min(node.bottom for column in nodes for node in column.values())
-    axes.set_yticks([])
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
     axes.set_ylim(bottom - 0.01, 1.08)
