@@ -123,6 +123,10 @@ def run(
     for a `run_dir` with another run, or with other settings, in it; NonFiniteUpdate where the
     faults ask for it; KeyboardInterrupt where Ctrl-C stopped it, with a checkpoint.
     """
+    if not isinstance(callbacks, list | tuple) or not all(
+        isinstance(one, Callback) for one in callbacks
+    ):
+        raise InputError(f"callbacks={callbacks!r}: must be a list of cfl.Callback")
     plan = Plan(rounds, eval_every, discard)
     setup = Setup(algorithm, task, data, drift or no_drift(), mesh or make_mesh(), scaling)
     if run_dir is not None:

@@ -32,7 +32,7 @@ def given(toy, linear, local):
 
 
 @pytest.mark.parametrize("value", STRANGE)
-@pytest.mark.parametrize("name", ["algorithm", "task", "data", "key", "drift", "mesh", "on_row"])
+@pytest.mark.parametrize("name", ["algorithm", "task", "data", "key", "drift", "mesh", "callbacks"])
 def test_a_run_takes_nothing_strange(name, value, given):
     error = one_line(f"{name}=", cfl.run, **given | {name: STRANGE[value]})
     assert ": must be " in error and len(error) < 200

@@ -13,6 +13,7 @@ from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import session
 from fedjax_cfl.runs.results import read_metrics, read_summary
 from fedjax_cfl.runs.settings import digest_data, digest_identity, run_identity
+from fedjax_cfl.simulation.callback import Callback
 
 LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
 OWN = f"dataset=npz dataset.source.path=own.npz partition=by_user {LINE}"
@@ -62,17 +63,18 @@ def test_a_file_that_has_changed_is_not_mixed_in(name, finished, fedjax_cfl, tmp
 
 def stop_in_round(patch, round):
     """Lets a run end, with an error, after the row of a round."""
-    drive = session.drive
+    watch_run = session.watch_run
 
-    def stopping(program, plan, starts, on_start, on_rows):
-        def stop(rows, groupings, snapshots):
-            on_rows(rows, groupings, snapshots)
-            if rows[0]["round"] == round:
+    class Stop(Callback):
+        def on_rows(self, row, grouping, take):
+            if row["round"] == round:
                 raise RunError("stopped")
 
-        return drive(program, plan, starts, on_start, stop)
+    def watch(*given):
+        watch = watch_run(*given)
+        return watch._replace(callbacks=[*watch.callbacks, Stop()])
 
-    patch.setattr(session, "drive", stopping)
+    patch.setattr(session, "watch_run", watch)
 
 
 @pytest.mark.nightly

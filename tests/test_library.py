@@ -186,7 +186,6 @@ def test_a_stopped_run_has_a_checkpoint(ifca, linear, toy, tmp_path, monkeypatch
         ({"scaling": UNSCALED}, "scaling: is kept in a run_dir"),
         ({"run_dir": "a", "scaling": "pool"}, "scaling=pool: must be Scaling or None"),
         ({"run_dir": "a", "scaling": OF_TWO}, "of shape \\(3, 5\\): must be what standardize"),
-        ({"run_dir": "a", "on_row": lambda row, where: None}, "on_row: goes without run_dir"),
         ({"run_dir": "a", "settings": {"algorithm": 3}}, r"settings\['algorithm'\]=3"),
         ({"run_dir": "a", "settings": {"m": "x\ny"}}, r"settings\['m'\]"),
     ],

@@ -2,11 +2,13 @@
 enough to check by hand.
 """
 
+import contextlib
 import csv
 import io
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -19,8 +21,8 @@ from fedjax_cfl.analysis import compare, plot
 from fedjax_cfl.analysis.runs import find_runs
 from fedjax_cfl.cli import doctor
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import display
-from fedjax_cfl.runs.display import final_table, progress
+from fedjax_cfl.runs import callbacks
+from fedjax_cfl.runs.display import final_table
 from fedjax_cfl.runs.results import (
     append_row,
     atomic_write,
@@ -31,6 +33,7 @@ from fedjax_cfl.runs.results import (
     write_clients,
     write_json,
 )
+from fedjax_cfl.simulation.callback import RunInfo
 
 
 def row(number, accuracy, m=1, **more):
@@ -233,10 +236,19 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
     )
 
 
-def test_progress_without_a_terminal_is_a_line_every_30_seconds(capfd, monkeypatch):
+@contextlib.contextmanager
+def show_progress(folder):
+    """Yields show(row) of a run of ten rounds."""
+    with contextlib.ExitStack() as files:
+        log = callbacks.Log(SimpleNamespace(plan=SimpleNamespace(rounds=10)), True, files)
+        log.on_start(RunInfo(folder), lambda: None)
+        yield lambda row: log.on_rows(row, None, lambda: None)
+
+
+def test_progress_without_a_terminal_is_a_line_every_30_seconds(capfd, monkeypatch, tmp_path):
     now = [100.0]
-    monkeypatch.setattr(display.time, "monotonic", lambda: now[0])
-    with progress(10) as show:
+    monkeypatch.setattr(callbacks.time, "monotonic", lambda: now[0])
+    with show_progress(tmp_path) as show:
         for number in range(1, 8):
             now[0] += 10
             show(row(number, 0.5 if number > 3 else None))
@@ -248,10 +260,10 @@ def test_progress_without_a_terminal_is_a_line_every_30_seconds(capfd, monkeypat
     ]
 
 
-def test_progress_on_a_terminal(monkeypatch, capsys):
+def test_progress_on_a_terminal(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "120")
-    with progress(10) as show:
+    with show_progress(tmp_path) as show:
         show(row(5, None))
         show(row(10, 0.5, m=2))
     captured = capsys.readouterr()

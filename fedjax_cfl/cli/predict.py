@@ -320,7 +320,7 @@ def write_predictions(
     `confusion` [M, C, C] is written to an npz, None: labels are not known; `names` are those of
     classes, None: they have numbers; `client` [N] has each sample's, None: it is not known.
     """
-    arrays = {"client": client} | found._asdict()
+    arrays: dict[str, Any] = {"client": client} | found._asdict()
     arrays = {name: value for name, value in arrays.items() if value is not None}
     if confusion is not None:
         arrays["confusion"] = confusion

@@ -25,32 +25,12 @@ from fedjax_cfl.keys import (
     derive_keys,
 )
 from fedjax_cfl.method import AggregateFn, Method, Round, Start
+from fedjax_cfl.round import client_rows
 from fedjax_cfl.round.aggregate import apply_server_optimizer, deviation, rebase, weighted_mean
-from fedjax_cfl.round.client_rows import (
-    add_rows_to_step,
-    check_layers,
-    check_served,
-    find_sent_part,
-    init_rows,
-    keep_rows,
-    load_rows,
-    make_first_rows,
-    make_personal_models,
-    reset_rows_of_movers,
-    uncorrect_updates,
-)
 from fedjax_cfl.round.start import find_data_clients, keep_groups, random_groups
+from fedjax_cfl.system import reports
 from fedjax_cfl.system.clock import merge_clocks
 from fedjax_cfl.system.faults import with_faults
-from fedjax_cfl.system.reports import (
-    add_to_ledger,
-    make_count,
-    make_report,
-    model_bytes_of,
-    no_bill,
-    no_traffic,
-    sum_counts,
-)
 from fedjax_cfl.system.system import RoundLog, System, SystemLike, as_system
 from fedjax_cfl.tree import group_mean, squared_norms
 from fedjax_cfl.types import (
@@ -113,12 +93,12 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     Raises InputError for faults that are not allowed, and for layers that do not fit.
     """
     system, mesh, layers = as_system(system), local.execution.mesh, local.layers
-    check_layers(layers, method)
+    client_rows.check_layers(layers, method)
     if (solve := method.solve) is None:
         raise InputError("method: has no solve; give it one, as sgd(task, local)")
     for layer in layers:
         solve = layer.train(task, local, solve) if layer.train else solve
-        check_served(task, layer)
+        client_rows.check_served(task, layer)
     parts = Parts(
         task,
         local,
@@ -141,7 +121,7 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         state, work, log = plan_work(now, state, cohort, log)
         state, work, log = load_client_state(now, state, cohort, work, log)
         upload, log = train_cohort(now, state, cohort, work, log)
-        state = keep_rows(local, state, cohort, work, upload)
+        state = client_rows.keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(now, state, cohort, work, upload)
         after, mass = update_groups(now, state, cohort, work, upload, log.sent_state)
         measured = measure_updates(state, after.groups, cohort, work.group, upload, mass, mesh)
@@ -156,9 +136,9 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         split_rows=method.split_rows,
         data_clients=find_data_clients(method, layers, system.select.draw),
         nonfinite=system.faults.nonfinite,
-        personal_models=make_personal_models(task, local),
-        first_rows=make_first_rows(local),
-        sent_part=find_sent_part(local),
+        personal_models=client_rows.make_personal_models(task, local),
+        first_rows=client_rows.make_first_rows(local),
+        sent_part=client_rows.find_sent_part(local),
         takes_newcomers=takes_newcomers(method),
     )
 
@@ -174,7 +154,7 @@ def takes_newcomers(method: Method) -> bool:
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     """Returns the state before round 0."""
     num_groups = jax.tree.leaves(initial.groups)[0].shape[0]
-    report, remember = initial.report or make_report(), parts.method.memory
+    report, remember = initial.report or reports.make_report(), parts.method.memory
     keep = parts.method.client_rows
     unknown = jnp.full(data.num_clients, -1, jnp.int32)
     state = State(
@@ -183,7 +163,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         server=jax.vmap(parts.server.init)(initial.groups),
         active=jnp.ones(num_groups, bool) if initial.active is None else initial.active,
         assignment=unknown if initial.assignment is None else initial.assignment,
-        traffic=add_to_ledger(no_traffic(), report.bill, report.early),
+        traffic=reports.add_to_ledger(reports.no_traffic(), report.bill, report.early),
         memory=remember(initial.groups, data) if remember else initial.memory,
         selection=parts.system.select.init(data),
         clock_ms=parts.system.start_time(num_groups),
@@ -194,7 +174,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
     if not parts.method.own_models and parts.method.start_clients is None:
         state = unassign_empty_clients(None, state, data)
     if parts.local.layers:
-        state = init_rows(parts.local, state)
+        state = client_rows.init_rows(parts.local, state)
     return state
 
 
@@ -246,13 +226,13 @@ def migrate(now: Now, state: State) -> tuple[State, RoundLog]:
     parts, data = now.parts, now.data
     shifted = jnp.sum(data.shifted)
     if parts.method.migrate is None:
-        return state, RoundLog(shifted, make_report(), no_bill())
+        return state, RoundLog(shifted, reports.make_report(), reports.no_bill())
     after, report = parts.method.migrate(now.give(MIGRATE, state))
     check_payers("migrate", "all clients [K]", data.num_clients, report.bill, report.early)
     if not parts.method.own_models:
         after = unassign_empty_clients(state, after, data)
     after = merge_clocks(parts.system.clock, state, after, report.reclustered)
-    return after, RoundLog(shifted, report, no_bill())
+    return after, RoundLog(shifted, report, reports.no_bill())
 
 
 def draw_cohort(now: Now, state: State, log: RoundLog) -> tuple[Cohort, RoundLog]:
@@ -271,18 +251,18 @@ def plan_work(
 ) -> tuple[State, Work, RoundLog]:
     """Names the group that each client trains, and its work."""
     parts, keys = now.parts, now.keys
-    gid, reports = jnp.zeros_like(cohort.ids), {}
+    gid, planned = jnp.zeros_like(cohort.ids), {}
     if parts.method.assign:
-        gid, reports["assign"] = parts.method.assign(now.give(ASSIGN, state, cohort))
+        gid, planned["assign"] = parts.method.assign(now.give(ASSIGN, state, cohort))
     if parts.method.assign_and_found:
         found = parts.method.assign_and_found(now.give(ASSIGN, state, cohort))
-        state, gid, reports["assign_and_found"] = found
+        state, gid, planned["assign_and_found"] = found
     work = full_work(gid, parts.local.lr_scale(state.round))
     if parts.method.prepare:
-        work, reports["prepare"] = parts.method.prepare(now.give(PREPARE, state, cohort, work))
-    for step, report in reports.items():
+        work, planned["prepare"] = parts.method.prepare(now.give(PREPARE, state, cohort, work))
+    for step, report in planned.items():
         check_payers(step, "the slots [S]", cohort.ids.size, report.bill, report.early)
-    log = log._replace(planned=tuple(reports.values()))
+    log = log._replace(planned=tuple(planned.values()))
     return state, parts.system.slow_down(keys, cohort, work), log
 
 
@@ -297,9 +277,9 @@ def load_client_state(
     if not local.layers:
         return state, work, log
     assigned = store_groups(now, state, state, cohort, work.group)
-    assigned, work, reports = load_rows(local, assigned, cohort, work)
+    assigned, work, planned = client_rows.load_rows(local, assigned, cohort, work)
     state = state.replace(rows=assigned.rows)
-    return state, work, log._replace(planned=(*log.planned, *reports))
+    return state, work, log._replace(planned=(*log.planned, *planned))
 
 
 def train_cohort(
@@ -314,8 +294,8 @@ def train_cohort(
     seen, perturbation = system.perturb(keys, data)
     shared = (keys[TRAIN], state.groups), perturbation
     upload, counts = parts.train(cohort, seen, shared, work)
-    sent, ships = find_sent_part(parts.local), parts.method.ships_model
-    model_bytes = model_bytes_of(sent(state.groups) if sent else state.groups)
+    sent, ships = client_rows.find_sent_part(parts.local), parts.method.ships_model
+    model_bytes = reports.model_bytes_of(sent(state.groups) if sent else state.groups)
     return system.deliver(data, cohort, upload, counts, log, ships, model_bytes)
 
 
@@ -329,7 +309,7 @@ def regroup(
     parts = now.parts
     if parts.method.regroup is None:
         return state, work, upload
-    sent, plain = state.groups, uncorrect_updates(parts.local, work, upload)
+    sent, plain = state.groups, client_rows.uncorrect_updates(parts.local, work, upload)
     state, gid = parts.method.regroup(now.give(REGROUP, state, cohort, work, plain))
     return state, work._replace(group=gid), rebase(upload, sent, state.groups, gid)
 
@@ -344,14 +324,16 @@ def update_groups(
     which the cohort was trained.
     """
     parts, gid = now.parts, work.group
-    assigned = reset_rows_of_movers(parts.local, store_groups(now, before, state, cohort, gid))
+    assigned = client_rows.reset_rows_of_movers(
+        parts.local, store_groups(now, before, state, cohort, gid)
+    )
     r = now.give(AGGREGATE, assigned, cohort, work, upload)
     step, mass = parts.aggregate(r)
-    step = add_rows_to_step(parts.local, assigned, step)
+    step = client_rows.add_rows_to_step(parts.local, assigned, step)
     groups, server = apply_server_optimizer(parts.server, state, step, mass)
     after = assigned.replace(groups=groups, server=server)
     if parts.method.finish is not None:
-        plain = uncorrect_updates(parts.local, work, upload)
+        plain = client_rows.uncorrect_updates(parts.local, work, upload)
         after = parts.method.finish(now.give(FINISH, after, cohort, work, plain, assigned))
     return after, mass
 
@@ -429,7 +411,7 @@ def measure_updates(
         "dissimilarity": if_any(jnp.sum(used * (1.0 - cosine) / 2) / num_used),
         "selected": real.sum().astype(jnp.int32),
         "clients": trained.sum().astype(jnp.int32),
-        "steps": sum_counts(make_count(upload.steps)),
+        "steps": reports.sum_counts(reports.make_count(upload.steps)),
         "cold": jnp.sum(real & ~known).astype(jnp.int32),
         "idle_groups": jnp.sum(in_cohort & (mass == 0)).astype(jnp.int32),
     }

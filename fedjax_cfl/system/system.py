@@ -11,21 +11,9 @@ import jax.numpy as jnp
 from fedjax_cfl.client.local import Work
 from fedjax_cfl.keys import BYZANTINE, FAULTS, SELECT
 from fedjax_cfl.system import clock as clocks
-from fedjax_cfl.system import faults
+from fedjax_cfl.system import faults, reports
 from fedjax_cfl.system.clock import Clock
 from fedjax_cfl.system.faults import Faults
-from fedjax_cfl.system.reports import (
-    add_fault_counts,
-    add_to_ledger,
-    count_arrived,
-    list_bills,
-    make_bill,
-    make_count,
-    make_report,
-    no_bill,
-    no_faults,
-    sum_fault_counts,
-)
 from fedjax_cfl.system.select import full_participation
 from fedjax_cfl.types import (
     Bill,
@@ -67,7 +55,7 @@ class System(NamedTuple):
     def start_time(self, num_groups: int) -> jax.Array:
         """Returns the time before round 0, see `State.clock_ms`."""
         each = self.clock is not None and self.clock.per_group
-        return make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
+        return reports.make_count(jnp.zeros(num_groups, jnp.int32) if each else 0)
 
     def choose(self, keys: Key, state: State, data: FederatedData) -> tuple[jax.Array, Bill]:
         """Returns the clients [k] that the selection takes, and what all clients [K] did before
@@ -75,7 +63,7 @@ class System(NamedTuple):
         """
         key, select = keys[SELECT], self.select
         ids = select.select(key, state.selection, state, data)
-        return ids, select.poll(key, state, data) if select.poll else no_bill()
+        return ids, select.poll(key, state, data) if select.poll else reports.no_bill()
 
     def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
         """Returns the work that each client completes: stragglers take fewer steps."""
@@ -120,20 +108,20 @@ class System(NamedTuple):
         waited = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
         duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
         if clock is not None:
-            sent = make_report(make_bill(units_down=downloads, units_up=answered))
-            reports = [sent, *log.planned]
-            seconds = clocks.client_seconds(clock, cohort, upload, reports, model_bytes, clients)
+            sent = reports.make_report(reports.make_bill(units_down=downloads, units_up=answered))
+            parts = [sent, *log.planned]
+            seconds = clocks.client_seconds(clock, cohort, upload, parts, model_bytes, clients)
             end = clocks.end_round(
                 clock, cohort, log.sent_group, answered, seconds, waited, clients
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             upload = faults.drop_updates(end.late, upload)
-        report = make_report(
-            make_bill(units_down=downloads, units_up=answered),
-            fault_counts=sum_fault_counts(counts, cohort),
+        report = reports.make_report(
+            reports.make_bill(units_down=downloads, units_up=answered),
+            fault_counts=reports.sum_fault_counts(counts, cohort),
         )
         planned = tuple(
-            each.replace(bill=count_arrived(each.bill, answered)) for each in log.planned
+            each.replace(bill=reports.count_arrived(each.bill, answered)) for each in log.planned
         )
         log = log._replace(planned=planned, training=report)
         return upload, log._replace(seconds=seconds, duration=duration, late=late)
@@ -142,20 +130,20 @@ class System(NamedTuple):
         """Returns the state after the round's traffic and time, and what of `Info` was reported."""
         assert log.sent_state is not None and log.duration is not None and log.late is not None
         assert log.training is not None
-        reports = [log.migration, *log.planned, log.training]
-        failed = (report.fault_counts for report in reports)
+        parts = [log.migration, *log.planned, log.training]
+        failed = (report.fault_counts for report in parts)
         reported = {
             "shifted": log.shifted,
-            "migrated": sum(report.migrated for report in reports),
-            "reclustered": sum(report.reclustered for report in reports),
-            "fault_counts": add_fault_counts(state.start_faults, *failed),
+            "migrated": sum(report.migrated for report in parts),
+            "reclustered": sum(report.reclustered for report in parts),
+            "fault_counts": reports.add_fault_counts(state.start_faults, *failed),
             "late": log.late,
             "seconds": log.duration.max(),
         }
         state = state.replace(
-            traffic=add_to_ledger(state.traffic, *list_bills(reports), log.poll),
+            traffic=reports.add_to_ledger(state.traffic, *reports.list_bills(parts), log.poll),
             clock_ms=clocks.advance_clock(state.clock_ms, log.duration),
-            start_faults=no_faults(),
+            start_faults=reports.no_faults(),
         )
         return clocks.merge_clocks(self.clock, log.sent_state, state), reported
 
