@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, one_line, spent
+from conftest import at_once, nightly, one_line, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
@@ -146,7 +146,6 @@ def test_newcomers_alone_choose_as_in_ifca(toy, linear, local):
     assert state.assignment.tolist() == expected.assignment.tolist()
 
 
-@pytest.mark.nightly
 def test_clusters_get_the_models_that_cost_least_together():
     """Both clusters like model 0 best; against all permutations. A loss that is not finite is none
     to be liked, and clients that are not asked have no say.
@@ -154,7 +153,7 @@ def test_clusters_get_the_models_that_cost_least_together():
     loss = np.array([[1.0, 2.0, 9.0], [1.1, 2.1, 9.1], [0.5, 5.0, 6.0], [0.6, 5.1, 6.1]])
     loss = np.concatenate([loss, [[0.1, np.nan, 0.0]], [[np.inf, 30.0, 30.0]]])
     asked = np.array([True, True, True, True, False, True])
-    found = np.asarray(match_clusters(KEY, jnp.asarray(loss), asked, 10))
+    found = np.asarray(at_once(match_clusters, KEY, jnp.asarray(loss), asked, 10))
     clusters, held = [[0, 1], [2, 3], [5]], np.where(np.isfinite(loss), loss, 30.0)
 
     def cost(order):
@@ -163,7 +162,8 @@ def test_clusters_get_the_models_that_cost_least_together():
     best = min(permutations(range(3)), key=cost)
     assert best != tuple(held[c].sum(0).argmin() for c in clusters)
     assert found[asked].tolist() == [best[0]] * 2 + [best[1]] * 2 + [best[2]]
-    few = np.asarray(match_clusters(KEY, jnp.asarray(loss[:3, :2]), asked[:3], 10, alone=True))
+    pair = jnp.asarray(loss[:3, :2]), asked[:3]
+    few = np.asarray(at_once(match_clusters, KEY, *pair, 10, alone=True))
     assert few.tolist() == [0, 0, 0]
 
 
