@@ -129,7 +129,7 @@ def test_the_method_equals_its_full_form(toy, linear, local):
 
 
 @pytest.mark.parametrize(
-    ("mine", "catalogue"), [(NAMES["ditto"], cfl.personal.ditto), (apfl, cfl.personal.apfl)]
+    ("mine", "catalogue"), [(NAMES["ditto"], cfl.personal.ditto), nightly(apfl, cfl.personal.apfl)]
 )
 def test_the_layers_equal_those_of_the_catalogue(mine, catalogue, toy, linear, local):
     ifca = cfl.algorithms.ifca

@@ -13,7 +13,7 @@ from conftest import at_once, build, matrix, nightly, others_nightly, spent, wit
 from sklearn.metrics import adjusted_rand_score
 from test_assign import met
 from test_fesem import planted, play
-from test_twins import Rule, follow
+from test_twins import Rule, follow, uneven
 
 from fedjax_cfl.algorithms.cfl import SplitTree, bipartition, cfl
 from fedjax_cfl.client.local import full_work
@@ -82,9 +82,10 @@ def cutting(linear, local):
     ids=lambda limits: next(iter(limits)),
 )
 def test_thresholds_never_met_are_fedavg_with_plain_means(concepts, local, cutting, limits):
-    states, infos = cutting(concepts, 2, **limits)
+    data = uneven(concepts)
+    states, infos = cutting(data, 2, **limits)
     for before, after in pairwise(states):
-        follow(before, after, concepts, local, range(CLIENTS), Rule(weighs=False), KEY)
+        follow(before, after, data, local, range(CLIENTS), Rule(weighs=False), KEY)
         assert after.active.tolist() == [True, False, False, False]
     assert float(infos[-1].loss) < float(infos[0].loss)
 

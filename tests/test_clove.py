@@ -153,7 +153,8 @@ def test_clusters_get_the_models_that_cost_least_together():
     loss = np.array([[1.0, 2.0, 9.0], [1.1, 2.1, 9.1], [0.5, 5.0, 6.0], [0.6, 5.1, 6.1]])
     loss = np.concatenate([loss, [[0.1, np.nan, 0.0]], [[np.inf, 30.0, 30.0]]])
     asked = np.array([True, True, True, True, False, True])
-    found = np.asarray(at_once(match_clusters, KEY, jnp.asarray(loss), asked, 10))
+    match = jax.jit(lambda key: match_clusters(key, jnp.asarray(loss), asked, 10))
+    several = [np.asarray(match(jax.random.key(seed))) for seed in range(8)]
     clusters, held = [[0, 1], [2, 3], [5]], np.where(np.isfinite(loss), loss, 30.0)
 
     def cost(order):
@@ -161,7 +162,8 @@ def test_clusters_get_the_models_that_cost_least_together():
 
     best = min(permutations(range(3)), key=cost)
     assert best != tuple(held[c].sum(0).argmin() for c in clusters)
-    assert found[asked].tolist() == [best[0]] * 2 + [best[1]] * 2 + [best[2]]
+    for found in several:  # whatever K-means has called the clusters
+        assert found[asked].tolist() == [best[0]] * 2 + [best[1]] * 2 + [best[2]]
     pair = jnp.asarray(loss[:3, :2]), asked[:3]
     few = np.asarray(at_once(match_clusters, KEY, *pair, 10, alone=True))
     assert few.tolist() == [0, 0, 0]

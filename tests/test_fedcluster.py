@@ -10,7 +10,7 @@ import pytest
 from conftest import matrix, spent
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
-from test_twins import Rule, follow
+from test_twins import Rule, follow, uneven
 
 from fedjax_cfl.algorithms.fedcluster import fedcluster
 from fedjax_cfl.errors import InputError
@@ -46,13 +46,13 @@ def cutting(concepts, linear, local):
         )
 
     one_round = jax.jit(
-        lambda gamma, min_size, state: algorithm(gamma, min_size).round(KEY, state, concepts)[0]
+        lambda gamma, least, state, data: algorithm(gamma, least).round(KEY, state, data)[0]
     )
 
-    def run(gamma, min_size, rounds):
-        states = [jax.jit(algorithm(0.0, 1).init)(KEY, concepts)]
+    def run(gamma, min_size, rounds, data=concepts):
+        states = [jax.jit(algorithm(0.0, 1).init)(KEY, data)]
         for _ in range(rounds):
-            states.append(one_round(gamma, min_size, states[-1]))
+            states.append(one_round(gamma, min_size, states[-1], data))
         assert one_round._cache_size() == 1, "a cut never retraces"
         return states
 
@@ -68,10 +68,11 @@ def group(groups, g=0):
 )
 def test_thresholds_never_met_are_fedavg(concepts, local, cutting, gamma, min_size):
     """A cycle, and the next one's begin: FedAvg whose every third round has all clients."""
-    states, pick = cutting(gamma, min_size, 4), select.rr_then_random(COHORT)
+    data, pick = uneven(concepts), select.rr_then_random(COHORT)
+    states = cutting(gamma, min_size, 4, data)
     for round, (before, after) in enumerate(pairwise(states)):
-        ids = pick.draw(derive_key(KEY, SELECT, round), round, concepts.train.size).tolist()
-        follow(before, after, concepts, local, range(CLIENTS) if round == 2 else ids, Rule(), KEY)
+        ids = pick.draw(derive_key(KEY, SELECT, round), round, data.train.size).tolist()
+        follow(before, after, data, local, range(CLIENTS) if round == 2 else ids, Rule(), KEY)
         assert after.active.tolist() == [True] + [False] * 4
     sent = [spent(a, b).units_up for a, b in pairwise(states)]
     assert sent == [COHORT, COHORT, CLIENTS, COHORT]

@@ -11,7 +11,7 @@ from conftest import build, nightly, with_execution
 from sklearn.metrics import adjusted_rand_score
 from test_cfl import CLIENTS, KEY, TRUTH, concepts, sent
 from test_fesem import play
-from test_twins import Rule, follow
+from test_twins import Rule, follow, uneven
 
 from fedjax_cfl.algorithms.fl_hc import fl_hc
 from fedjax_cfl.errors import InputError
@@ -28,7 +28,7 @@ def clustered_once(concepts, linear, local):
     """Six rounds with everybody, the third of which is the clustering round."""
     return play(
         fl_hc(linear, local, select.full_participation(), m=3, warm_up=2, newcomers="nearest"),
-        concepts,
+        uneven(concepts),
         6,
     )
 
@@ -45,7 +45,7 @@ def test_fl_hc_is_fedavg_before_and_in_every_group_after(concepts, local, cluste
 
     for number, (before, after) in enumerate(pairwise(clustered_once)):
         if number != 2:
-            follow(before, after, concepts, local, range(CLIENTS), Rule(), KEY)
+            follow(before, after, uneven(concepts), local, range(CLIENTS), Rule(), KEY)
 
 
 @pytest.mark.nightly

@@ -446,6 +446,7 @@ def test_a_step_is_taken_once(toy, mlp, local):
     one_line("step: takes c.descend twice", play, algorithm, toy, 1)
 
 
+@pytest.mark.nightly
 def test_a_stack_is_its_layers_where_they_do_not_meet(toy, mlp, local):
     """SCAFFOLD under Ditto: groups and variates are SCAFFOLD's alone, bit for bit; the own model is
     pulled to what SCAFFOLD sends.
