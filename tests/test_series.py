@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from conftest import lasting_rows
@@ -139,3 +140,25 @@ def test_padded_data_hold_the_same(toy):
         np.testing.assert_array_equal(wide.size, own.size)
     spare = np.asarray(padded.owner[len(toy.y) :])
     assert spare.size and (spare == -1).all()
+
+
+def test_runs_of_the_same_objects_share_programs(toy, linear, local, compiled, monkeypatch):
+    monkeypatch.setattr(program, "OF_OBJECTS", program.Store())
+    mesh, select = local.execution.mesh, cfl.select.uniform(6)
+    ifca = cfl.algorithms.ifca(linear, local, select, m=2)
+
+    def score(algorithm, data, seed):
+        key = jax.random.key(seed)
+        found = cfl.run(algorithm, linear, data, key, rounds=2, discard="none", mesh=mesh)
+        return [row["train_loss"] for row in found.rows], found.programs["programs_from_cache"]
+
+    first, again, other = score(ifca, toy, 0), score(ifca, toy, 0), score(ifca, toy, 1)
+    assert len(compiled) == 1 and again[1] == other[1] == 3
+    assert first[0] == again[0] != other[0]
+    wider = jax.tree.map(jax.numpy.asarray, pad_data(toy, widen_room(find_room([toy]))))
+    assert score(ifca, wider, 0)[0] == pytest.approx(first[0], rel=1e-5) and len(compiled) == 2
+    three = cfl.algorithms.ifca(linear, local, select, m=3)
+    assert score(three, toy, 0)[0] != first[0] and len(compiled) == 3
+    with jax.default_matmul_precision("bfloat16"):
+        score(ifca, toy, 0)
+    assert len(compiled) == 4, "what JAX is told to do is in no object"

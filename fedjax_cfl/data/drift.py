@@ -10,6 +10,7 @@ Differs from the paper: with pool "warm" only clients that have a group can be d
 (D12), as in the FlexCFL code.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -71,6 +72,7 @@ def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
     return data.replace(max_client_samples=drift.max_client_samples(data))
 
 
+@functools.cache  # the same object, so that runs without a drift share what is compiled
 def none() -> Drift:
     """Returns a drift in which no data ever change."""
 
