@@ -12,18 +12,8 @@ import pandas as pd
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import escape_text, flatten_settings
+from fedjax_cfl.runs import results
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
-from fedjax_cfl.runs.results import (
-    LIST_FIELDS,
-    METRICS_FILE,
-    SUMMARY_FILE,
-    check_numbers,
-    read_metrics,
-    read_settings,
-    read_summary,
-    rounds_to,
-    summarize_rows,
-)
 from fedjax_cfl.runs.scoring import scored_rounds
 from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import SCORES
@@ -83,10 +73,10 @@ def load_runs(
 
 def list_groups(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields a row for each group of each row: `group`, and its values of lists over groups."""
-    names = [name for name in LIST_FIELDS if name.startswith("group_")]
+    names = [name for name in results.LIST_FIELDS if name.startswith("group_")]
     for row in rows:
         lists = {name: row[name] for name in names if row.get(name) is not None}
-        rest = {name: value for name, value in row.items() if name not in LIST_FIELDS}
+        rest = {name: value for name, value in row.items() if name not in results.LIST_FIELDS}
         for group in range(max(map(len, lists.values()), default=0)):
             yield rest | {"group": group} | {name: own[group] for name, own in lists.items()}
 
@@ -94,7 +84,7 @@ def list_groups(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def list_settings(run_dir: Path) -> dict[str, Any]:
     """Returns the settings of a run by their dotted names, {} where it has no file of them."""
     there = (run_dir / SETTINGS_FILE).is_file()
-    return dict(flatten_settings(read_settings(run_dir))) if there else {}
+    return dict(flatten_settings(results.read_settings(run_dir))) if there else {}
 
 
 def list_paths(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
@@ -117,14 +107,14 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
                 f"no folder {str(path)!r}{suggest_nearest(path.name, siblings)}: expected a run"
                 " directory or a folder of runs"
             )
-        finished |= {file.parent.resolve() for file in path.rglob(SUMMARY_FILE)}
-        folders = [file.parent for file in path.rglob(METRICS_FILE)]
+        finished |= {file.parent.resolve() for file in path.rglob(results.SUMMARY_FILE)}
+        folders = [file.parent for file in path.rglob(results.METRICS_FILE)]
         # a run that was killed while it was compiled has nothing but its settings
         folders += [file.parent.parent for file in path.rglob(str(SETTINGS_FILE))]
         begun |= {folder.resolve(): str(folder) for folder in folders}
-    skipped: dict[str, list[str]] = {f"no {SUMMARY_FILE}": [], "no evaluated round yet": []}
+    skipped: dict[str, list[str]] = {f"no {results.SUMMARY_FILE}": [], "no evaluated round yet": []}
     for run_dir in sorted(begun.keys() - finished):
-        file = run_dir / METRICS_FILE
+        file = run_dir / results.METRICS_FILE
         evaluated = file.is_file() and file.stat().st_size > 0
         [*skipped.values()][not evaluated].append(begun[run_dir])
     for what, names in skipped.items():
@@ -133,9 +123,8 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
             said = f"skipped, unfinished: {count} with {what}: {', '.join(names)}"
             print(escape_text(said), flush=True)
     if not finished:
-        raise InputError(
-            f"no finished run ({SUMMARY_FILE}) in {', '.join(repr(str(path)) for path in paths)}"
-        )
+        where = ", ".join(repr(str(path)) for path in paths)
+        raise InputError(f"no finished run ({results.SUMMARY_FILE}) in {where}")
     return sorted(finished)
 
 
@@ -145,12 +134,12 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     `rounds_to_target` is the first round that reaches the `target`, an accuracy or an RMSE, None
     if none does. Raises InputError for files that no run wrote.
     """
-    summary_file, metrics_file = run_dir / SUMMARY_FILE, run_dir / METRICS_FILE
-    summary = read_summary(_check_file(summary_file).parent) or {}
-    rows = read_metrics(_check_file(metrics_file).parent)
+    summary_file, metrics_file = run_dir / results.SUMMARY_FILE, run_dir / results.METRICS_FILE
+    summary = results.read_summary(_check_file(summary_file).parent) or {}
+    rows = results.read_metrics(_check_file(metrics_file).parent)
     named = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
     _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in named])
-    check_numbers(str(summary_file), summary, NUMBERS)
+    results.check_numbers(str(summary_file), summary, NUMBERS)
     overrides = summary.get("overrides") or []
     _check_texts(summary_file, overrides, shown=False)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
@@ -159,7 +148,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     return {
         **summary,
         **name_parts(names, overrides),
-        **summarize_rows(rows),
+        **results.summarize_rows(rows),
         "rows": rows,
         "run_dir": run_dir,
         "asked": overrides,
@@ -170,7 +159,7 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
             if name not in IDENTITY and name != "seed" and not is_execution(name)
         }
         | _list_parts(run_dir),
-        "rounds_to_target": None if target is None else rounds_to(rows, target),
+        "rounds_to_target": None if target is None else results.rounds_to(rows, target),
         "units": sum(sent) if sent else None,
         "sim_time_s": last.get("sim_time_s") or None,  # 0: no clock
         "wall_s": last.get("wall_s"),
@@ -184,7 +173,7 @@ def _list_parts(run_dir: Path) -> dict[str, str]:
     file = run_dir / SETTINGS_FILE
     if not file.is_file() or b"\nmade_of:" not in _check_file(file).read_bytes():
         return {}
-    parts = read_settings(run_dir)["made_of"]
+    parts = results.read_settings(run_dir)["made_of"]
     if not isinstance(parts, dict):
         raise InputError(f"{file}: made_of is no list of parts, expected what a run writes")
     return {

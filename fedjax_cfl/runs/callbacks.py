@@ -28,7 +28,14 @@ from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.saved_models import BEST_FILE, save_arrays
 from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.scores import find_score, score_of
-from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Snapshot, Take
+from fedjax_cfl.simulation.callback import (
+    Callback,
+    Grouping,
+    RowCallback,
+    RunInfo,
+    Snapshot,
+    Take,
+)
 from fedjax_cfl.simulation.evaluate import each_its_own, used_models
 from fedjax_cfl.simulation.host_rows import collect_models
 from fedjax_cfl.simulation.rounds import has_host_rows
@@ -69,7 +76,7 @@ def stand(rows: Iterable[dict[str, Any]]) -> Standing:
     return standing
 
 
-class Validation(Callback):
+class Validation(RowCallback):
     """Adds to each row the round that is best so far on validation samples, `chosen_round`, and
     ends the run after so many tests without a better one: `evaluate.choose`, `evaluate.patience`.
     """
@@ -77,10 +84,6 @@ class Validation(Callback):
     def __init__(self, settings: RunSettings, rows: Iterable[dict[str, Any]]):
         """`rows` are those of the run so far."""
         self.settings, self.standing = settings, stand(rows)
-
-    def wants_snapshot(self, row: dict[str, Any]) -> bool:
-        """Returns False."""
-        return False
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
         """Enters a test."""
@@ -90,7 +93,7 @@ class Validation(Callback):
         return self.standing.ends(self.settings.patience)
 
 
-class Rows(Callback):
+class Rows(RowCallback):
     """Appends each row to metrics.jsonl, and who is in which group to assignments.part, at once."""
 
     def __init__(self, run_dir: Path, clients: np.ndarray, files: contextlib.ExitStack):
@@ -99,10 +102,6 @@ class Rows(Callback):
         self.metrics = files.enter_context(results.open_metrics(run_dir))
         self.groups = files.enter_context((run_dir / PART).open("ab"))
         self.count = (run_dir / METRICS_FILE).read_bytes().count(b"\n")
-
-    def wants_snapshot(self, row: dict[str, Any]) -> bool:
-        """Returns False."""
-        return False
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
         """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
@@ -128,7 +127,7 @@ class Rows(Callback):
         )
 
 
-class Log(Callback):
+class Log(RowCallback):
     """Adds a line to run.log LOG_SECONDS after the last one or with a further tenth of the rounds,
     and moves a bar on stderr; where that is no terminal it gets the lines after LOG_SECONDS.
     """
@@ -138,10 +137,6 @@ class Log(Callback):
         self.rounds, self.files, self.verbose = settings.plan.rounds, files, verbose
         self.terminal = verbose and sys.stderr.isatty()
         self.logged = self.shown = 0, time.monotonic()  # round, when
-
-    def wants_snapshot(self, row: dict[str, Any]) -> bool:
-        """Returns False."""
-        return False
 
     def on_start(self, run: RunInfo, take: Take) -> None:
         """Opens the log, and the bar."""
@@ -179,7 +174,7 @@ class Log(Callback):
             print(line, file=sys.stderr, flush=True)
 
 
-class Interrupt(Callback):
+class Interrupt(RowCallback):
     """Ends the run once a signal has come. It is asked last: a signal that comes while rows are
     written still stops the run there, a later one after the next evaluation.
     """
@@ -187,10 +182,6 @@ class Interrupt(Callback):
     def __init__(self, signals: list[int]):
         """`signals` are those that have come."""
         self.signals = signals
-
-    def wants_snapshot(self, row: dict[str, Any]) -> bool:
-        """Returns False."""
-        return False
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
         """Returns whether the run ends."""

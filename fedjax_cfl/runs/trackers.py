@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.runs.results import to_plain
-from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Take
+from fedjax_cfl.simulation.callback import Grouping, RowCallback, RunInfo, Take
 
 
 class Tracker(NamedTuple):
@@ -28,16 +28,12 @@ class Tracker(NamedTuple):
 Opener = Callable[[RunInfo], Tracker]
 
 
-class Trackers(Callback):
+class Trackers(RowCallback):
     """Gives the numbers of each row to every tracker that still works."""
 
     def __init__(self, openers: Mapping[str, Opener], files: contextlib.ExitStack):
         """`openers` make each tracker, by name; trackers are closed with `files`."""
         self.openers, self.trackers, self.files = openers, {}, files
-
-    def wants_snapshot(self, row: dict[str, Any]) -> bool:
-        """Returns False."""
-        return False
 
     def on_start(self, run: RunInfo, take: Take) -> None:
         """Opens the trackers."""

@@ -64,3 +64,11 @@ class Callback:
 
     def on_end(self, take: Take) -> None:
         """Is called after the last round, also where a callback or a signal has ended the run."""
+
+
+class RowCallback(Callback):
+    """Reads rows alone."""
+
+    def wants_snapshot(self, row: dict[str, Any]) -> bool:
+        """Returns False."""
+        return False

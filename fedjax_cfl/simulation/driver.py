@@ -110,7 +110,7 @@ def drive(
         return Snapshot(state, data_state, counters[member])
 
     takes: list[Take] = [functools.partial(locate, member) for member in members]
-    tell_start(watches, takes)
+    tell(watches, takes, lambda callback, run, take: callback.on_start(run, take))
     done = int(np.max(jax.device_get(carry[0].round)))
     rows, blocks, tested, started = [[] for _ in members], [], None, time.perf_counter()
     for count, block in program.blocks(done):
@@ -134,20 +134,12 @@ def drive(
         if tell_rows(watches, [each[-1] for each in rows], groupings, takes):
             break
         started = time.perf_counter()
-    tell_end(watches, takes)
+    tell(watches, takes, lambda callback, run, take: callback.on_end(take))
     if tested is None:  # a finished run was taken up again
         tested = jax.device_get(program.compiled.test(carry))
     return [
         make_result(program, member, locate(member), rows[member], tested) for member in members
     ]
-
-
-def tell_start(watches: Sequence[Watch], takes: list[Take]) -> None:
-    """Tells callbacks that the runs begin, or go on; `takes` are of each."""
-    takes = take_together(takes)
-    for watch, take in zip(watches, takes, strict=bool(watches)):
-        for callback in watch.callbacks:
-            callback.on_start(watch.run, take)
 
 
 def tell_rows(
@@ -173,12 +165,12 @@ def tell_rows(
     return any_process(any(ends))
 
 
-def tell_end(watches: Sequence[Watch], takes: list[Take]) -> None:
-    """Tells callbacks that the runs have ended, or were stopped; `takes` are of each."""
+def tell(watches: Sequence[Watch], takes: list[Take], call: Callable[..., None]) -> None:
+    """Calls `call(callback, run, take)` for each callback of all runs; `takes` are of each run."""
     takes = take_together(takes)
     for watch, take in zip(watches, takes, strict=bool(watches)):
         for callback in watch.callbacks:
-            callback.on_end(take)
+            call(callback, watch.run, take)
 
 
 def take_together(takes: list[Take]) -> list[Take]:
