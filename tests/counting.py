@@ -184,7 +184,7 @@ def watch_programs(watch: Watch, patch: pytest.MonkeyPatch, server_tests: bool =
 
 def watch_bills(watch: Watch, patch: pytest.MonkeyPatch) -> None:
     """Makes the watch get all bills, and the updates that go with them."""
-    deliver, add = System.deliver, engine.add_to_ledger
+    deliver, add = System.deliver, engine.reports.add_to_ledger
 
     def delivered(self, data, cohort, upload, *rest):
         after = deliver(self, data, cohort, upload, *rest)
@@ -198,7 +198,7 @@ def watch_bills(watch: Watch, patch: pytest.MonkeyPatch) -> None:
         return add(traffic, *bills)
 
     patch.setattr(System, "deliver", delivered)
-    patch.setattr(engine, "add_to_ledger", started)
+    patch.setattr(engine.reports, "add_to_ledger", started)
 
 
 class Counts(NamedTuple):

@@ -400,7 +400,7 @@ def start(key, data): ...
         ({"detector": any_change, "cluster": one}, "leave out cluster"),
         ({"measure": cfl.gradients}, "only losses name the model of least loss"),
         ({"max_m": 2}, "algorithm.max_m=2: must be at least algorithm.m=3"),
-        ({"m": np.int32(3)}, "algorithm.m: may be an array only with algorithm.max_m"),
+        ({"m": jnp.int32(3)}, "algorithm.m: may be an array only with algorithm.max_m"),
     ],
 )
 def test_clustered_refuses(settings, says, linear, local):

@@ -170,7 +170,7 @@ REFUSED = {
     "dataset=npz": "dataset.source.path: must be given",
     "dataset=npz dataset.source.path={files}/none.npz": "none.npz: cannot be read",
     "dataset=npz dataset.source.path={files}": "cannot be read",
-    "dataset=npz dataset.source.path={files}/text.npz": "text.npz: not an npz",
+    "dataset=npz dataset.source.path={files}/text.npz": "text.npz: not complete npz archive",
     "dataset=npz dataset.source.path={files}/cut.npz": "cut.npz: cannot be read",
     "dataset=npz dataset.source.path={files}/no_y.npz": "no_y.npz: 'y' is missing",
     "dataset=npz dataset.source.path={files}/nan.npz": "nan.npz: x is NaN or infinite sample 3",

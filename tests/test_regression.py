@@ -433,7 +433,8 @@ def test_pools_from_python():
     pool = cfl.Pool(X, np.array([1, 2, 3]), 0, np.array([0, 0, 1]), np.array([0, 1, 1]))
     data = cfl.federate(pool, cfl.partition.by_user(pool))
     assert data.y.dtype == jnp.float32 and data.num_classes == 0
-    one_line("or 0 where y are numbers", cfl.federate, pool._replace(num_classes=-1), None)
+    wrong, holdings = pool._replace(num_classes=-1), cfl.partition.by_user(pool)
+    one_line("or 0 where y are numbers", cfl.federate, wrong, holdings)
     scaled, _ = cfl.standardize(data, "pool")
     np.testing.assert_array_equal(scaled.y, data.y)
 

@@ -174,10 +174,10 @@ GLOVE = {
     "huge line": (b"the " + b"1" * 2**24, "line 1 has more than 16384 bytes"),
     "huge packed line": (gzip.compress(b"the " + b"1" * 2**26), "line 1 has more than 16384 bytes"),
     "Latin-1": (f"café {ONE}\n".encode("latin-1"), "line 1: word b'caf\\xe9' is not UTF-8"),
-    "UTF-16": (f"the {ONE}\n".encode("utf-16"), "line 1"),
+    "UTF-16": (f"the {ONE}\n".encode("utf-16"), "is text in UTF-16"),
     "zero bytes": (bytes(5000), "line 1 has 1 columns"),
     "truncated gzip": (gzip.compress(f"the {ONE}\n".encode())[:-9], "gzip"),
-    "html": (b"<html>404</html>\n", "line 1 has 1 columns"),
+    "html": (b"<html>404</html>\n", "is a web page"),
     "another language": (f"der {ONE}\n".encode(), "none of the 2 different words"),
 }
 
