@@ -149,7 +149,6 @@ def _run_in_dir(
     callbacks: Sequence[Callback],
 ) -> "LoadedRun":
     """Runs what `run` describes as the command line would, and reads it."""
-    from fedjax_cfl.analysis.plot import plot_curves
     from fedjax_cfl.runs.finish import Member
     from fedjax_cfl.runs.from_python import find_module, list_given, make_settings
     from fedjax_cfl.runs.load import load_run
@@ -162,13 +161,20 @@ def _run_in_dir(
     run_dir = run_dir.expanduser().absolute()
     own = make_settings(setup, plan, key, given)
     member = Member(
-        own, list_given(given), run_dir, {}, callbacks, draw=plot_curves, verbose=verbose
+        own, list_given(given), run_dir, {}, callbacks, draw=draw_curves, verbose=verbose
     )
     with contextlib.suppress(FinishedRun):
         status = train_in_dir(member, setup, None, write_settings)
         if status:
             raise KeyboardInterrupt if status == 130 else SystemExit(status)
     return load_run(run_dir, find_module(setup.task), setup.task.targets)
+
+
+def draw_curves(run_dir: Path, summary: dict[str, Any]) -> None:
+    """Draws curves.png of a run that has ended."""
+    from fedjax_cfl.analysis import plot  # it takes as long to import as a run to start
+
+    plot.plot_curves(run_dir, summary)
 
 
 def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> "DataFrame":

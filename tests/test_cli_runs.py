@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -16,7 +15,6 @@ import pytest
 from conftest import nightly
 from omegaconf import OmegaConf
 
-from fedjax_cfl.cli import launch
 from fedjax_cfl.cli.build import assemble
 
 SMALL = (
@@ -361,7 +359,7 @@ def test_a_run_ends_well_without_metadata_and_without_a_picture(fedjax_cfl, monk
         raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr(launch, "plot", SimpleNamespace(plot_curves=plot_curves))
+    monkeypatch.setattr("fedjax_cfl.analysis.plot.plot_curves", plot_curves)
     status, _, err = fedjax_cfl(f"{SMALL} rounds=1 run_dir=run")
     assert status == 0
     (line,) = [line for line in err.splitlines() if "warning" in line]

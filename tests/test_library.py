@@ -55,7 +55,10 @@ def test_a_directory_changes_no_number(finished):
     assert fingerprint(run.rows) == fingerprint(results.to_plain(memory.rows))
     names = {path.name for path in folder.iterdir()}
     wanted = {"metrics.jsonl", "summary.json", "clients.parquet", "assignments.parquet"}
-    assert wanted | {"curves.png", "final", "best", "checkpoints", ".hydra", "run.log"} == names
+    assert (
+        wanted | {"curves.png", "final.npz", "best.npz", "checkpoints", ".hydra", "run.log"}
+        == names
+    )
     assert run.summary["algorithm"] == "ifca" and run.summary["overrides"] == ["eta=0.5"]
     assert run.settings["seed"] == 5 and run.summary["seed"] == 5
     samples = np.zeros((2, 5), np.float32)

@@ -17,7 +17,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.analysis import plot
 from fedjax_cfl.cli.build import (
     build,
     build_algorithm,
@@ -34,6 +33,7 @@ from fedjax_cfl.cli.settings import complete_settings
 from fedjax_cfl.cli.sweep import grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError, is_new
+from fedjax_cfl.library import draw_curves
 from fedjax_cfl.runs.finish import Member, attempt
 from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
 from fedjax_cfl.runs.results import INDEX_FILE
@@ -245,7 +245,7 @@ def make_member(
     trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
     callbacks = build_callbacks(resolved)
     member = Member(settings, overrides, run_dir, trackers, callbacks, extras)
-    return member._replace(draw=plot.plot_curves) if draws and resolved["curves"] else member
+    return member._replace(draw=draw_curves) if draws and resolved["curves"] else member
 
 
 def list_overrides() -> list[str]:

@@ -62,8 +62,8 @@ class Member(NamedTuple):
 
 
 def finish_run(member: Member, setup: Setup, result: Result) -> dict:
-    """Writes final.npz, clients.parquet, assignments.parquet, curves.png and summary.json of a
-    finished run; returns the summary.
+    """Writes final.npz, clients.parquet, assignments.parquet and summary.json of a finished run;
+    returns the summary.
 
     The training is paid for: what fails besides the models and the summary is one line of
     warning. Where the disk refuses, OSError is raised, and the run can be gone on with.
@@ -96,7 +96,6 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     )
     summary = build_summary(member, rows, setup, result) | extras.numbers
     summary |= {"run_id": run_id, "data_id": member.settings.data_digest, "clients": clients}
-    attempt("curves.png is not drawn", lambda: member.draw(run_dir, summary), without_disk=True)
     # last: its presence says that the run is finished
     results.write_json(run_dir / results.SUMMARY_FILE, summary)
     return summary

@@ -19,7 +19,7 @@ from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup, flatten_settings
 from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, stand
 from fedjax_cfl.runs.display import print_summary
-from fedjax_cfl.runs.finish import Member, finish_run
+from fedjax_cfl.runs.finish import Member, attempt, finish_run
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.results import SUMMARY_FILE, read_metrics, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
@@ -88,6 +88,11 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     status, summaries = train_members([member], [setup], compile_program, starts)
     for summary in summaries:
         print_summary(settings, member.run_dir, setup.algorithm, summary, console)
+        attempt(
+            "curves.png is not drawn",
+            lambda summary=summary: member.draw(member.run_dir, summary),
+            without_disk=True,
+        )
     return status
 
 
