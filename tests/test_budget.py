@@ -25,12 +25,12 @@ LINES = {
     "models": 1293,
     "personal": 1121,
     "round": 1136,
-    "runs": 3701,
+    "runs": 3686,
     "simulation": 3188,
     "system": 1572,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 40_484, 2199
+ALL_LINES, IMPORT_LINES = 40_475, 2199
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

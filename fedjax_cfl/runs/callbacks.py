@@ -1,5 +1,5 @@
 """What a run in a directory does after each evaluation, a class for each thing, in the order in
-which `list_callbacks` has them.
+which `session.watch_run` has them.
 
 A checkpoint stores how many rows and groups there were before it, which are flushed to the disk
 first: a run that goes on from it keeps so many of them.
@@ -99,7 +99,8 @@ class Rows(RowCallback):
     def __init__(self, run_dir: Path, clients: np.ndarray, files: contextlib.ExitStack):
         """`clients` [R] are those whose groups are kept; the files are closed with `files`."""
         self.run_dir, self.clients = run_dir, clients
-        self.metrics = files.enter_context(results.open_metrics(run_dir))
+        # of a run that goes on cut to its last checkpoint, see `resume.cut_rows`
+        self.metrics = files.enter_context((run_dir / METRICS_FILE).open("a", encoding="utf-8"))
         self.groups = files.enter_context((run_dir / PART).open("ab"))
         self.count = (run_dir / METRICS_FILE).read_bytes().count(b"\n")
 

@@ -129,24 +129,6 @@ def write_clients(
         pyarrow.parquet.write_table(table, temporary)
 
 
-def open_metrics(run_dir: str | Path) -> IO[str]:
-    """Opens metrics.jsonl for appending, after cutting off a last line that a killed
-    run left half written.
-    """
-    path = Path(run_dir) / METRICS_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle = path.open("a+b")
-    handle.seek(0)
-    lines = handle.read().splitlines(keepends=True)
-    torn = bool(lines) and parse_row(lines[-1]) is None
-    if torn:
-        handle.truncate(sum(map(len, lines[:-1])))
-    elif lines and not lines[-1].endswith(b"\n"):
-        handle.write(b"\n")
-    handle.close()
-    return path.open("a", encoding="utf-8")
-
-
 def append_row(handle: IO[str], row: dict[str, Any]) -> None:
     """Appends one row and flushes, so that a killed run loses at most the row it was writing."""
     handle.write(json.dumps(to_plain(row), allow_nan=False) + "\n")

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -88,11 +89,8 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     status, summaries = train_members([member], [setup], compile_program, starts)
     for summary in summaries:
         print_summary(settings, member.run_dir, setup.algorithm, summary, console)
-        attempt(
-            "curves.png is not drawn",
-            lambda summary=summary: member.draw(member.run_dir, summary),
-            without_disk=True,
-        )
+        draw = partial(member.draw, member.run_dir, summary)
+        attempt("curves.png is not drawn", draw, without_disk=True)
     return status
 
 

@@ -239,8 +239,8 @@ def compile_run(
         feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
     functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
     given = sharding.replicate(values, mesh), replicated
-    kind = recipe, plan, describe_shapes((given, feed.data)), str(jax.config.values)
-    stored = (store, kind) if store else None
+    sizes = store and describe_shapes((given, feed.data))
+    stored = store and (store, (recipe, plan, sizes, str(jax.config.values)))
     compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh, stored)
     shapes = compiled.shapes
     if padded := feed.data.y.shape != data.y.shape:
