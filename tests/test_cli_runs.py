@@ -359,7 +359,7 @@ def test_a_run_ends_well_without_metadata_and_without_a_picture(fedjax_cfl, monk
         raise RuntimeError("Failed to process string with tex\nbecause latex could not be found")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    monkeypatch.setattr("fedjax_cfl.analysis.plot.plot_curves", plot_curves)
+    monkeypatch.setattr("fedjax_cfl.cli.launch.draw_curves", plot_curves)
     status, _, err = fedjax_cfl(f"{SMALL} rounds=1 run_dir=run")
     assert status == 0
     (line,) = [line for line in err.splitlines() if "warning" in line]

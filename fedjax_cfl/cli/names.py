@@ -225,7 +225,7 @@ def _set_values(asked: list[Override], chosen: list[Override]) -> DictConfig:
     """
     others = [override for override in asked if override not in chosen]
     if any(override.type != OverrideType.CHANGE or override.package for override in others):
-        return compose_options(tuple(map(text_of, asked)))
+        return copy.deepcopy(compose_options(tuple(map(text_of, asked))))
     config = copy.deepcopy(compose_options(tuple(map(text_of, chosen))))
     for override in others:
         OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
