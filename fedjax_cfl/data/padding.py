@@ -42,8 +42,8 @@ def widen_room(room: Room) -> Room:
     """Returns a room that is likely to hold the data of further seeds, too."""
     sides = {side: size + size // 16 for side, size in room.sides.items()}
     rows = room.rows + room.rows // 16 if room.indexed else sum(sides.values())
-    # to the power of two in which training in sample space counts, see `dual_sgd.bucket_sizes`
-    return Room(rows, sides, 1 << (room.client_samples - 1).bit_length(), room.indexed)
+    # a power of two, in which training in sample space counts, see `dual_sgd.bucket_sizes`
+    return Room(rows, sides, 1 << (3 * room.client_samples // 2 - 1).bit_length(), room.indexed)
 
 
 def find_room(data: Sequence[FederatedData]) -> Room:
