@@ -270,7 +270,7 @@ def test_values_that_are_not_allowed_are_refused(method, setting, value):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", others_nightly(METHODS, ["fine_tune"]))
 def test_a_run_that_was_stopped_is_one_that_was_not(fedjax_cfl, name):
-    """To the last bit, while data drift; `final/` has the models that clients were tested on."""
+    """To the last bit, while data drift; final.npz has the models that clients were tested on."""
     line = f"algorithm=ifca model=mclr personal={name} clients_per_round=6 local.epochs=2"
     line += " eval_every=2 dataset.clients=12 drift=swap_all drift.p=0.4"
     _, whole = stop_and_go_on(fedjax_cfl, line)

@@ -123,7 +123,7 @@ def test_the_run_says_which_round_it_reports(runs):
     assert summary["worst10_accuracy"] == rows[chosen - 1]["worst10_accuracy"]
     assert summary["validation_macro_accuracy"] == max(scores)
     assert summary["final_accuracy"] != rows[-1]["accuracy"]  # or the test says little
-    # clients.parquet is of the chosen round, by the models of best/
+    # clients.parquet is of the chosen round, by the models of best.npz
     table, given = pq.read_table(runs / "a" / "clients.parquet"), np.load(runs / "a.npz")
     for k, row in enumerate(table.to_pylist()):
         mine = (given["client"] == k) & (given["split"] == 1)
