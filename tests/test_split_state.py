@@ -41,7 +41,7 @@ METHODS = {
     "cfl": {"m": 3, "stale_updates": True, "warm_up": 1, "eps1": 9.0, "eps2": 0.0},
 }
 KEPT = {
-    "fesem": lambda state: state.rows["models"].models,
+    "fesem": lambda state: state.rows["models"],
     "fedfomo": lambda state: (state.groups, state.rows["mixed"], state.rows["affinity"]),
     "nonfed": lambda state: state.groups,
     "cfl": lambda state: state.rows["last_update"],

@@ -237,7 +237,7 @@ def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
     assert "no test sample is read" in out and "over 2 seeds" in out
     first = json.loads((tmp_path / "t" / "chosen.json").read_text())
     assert first["chosen"] == {"local.lr": "0.1"} and len(first["test_accuracies"]) == 2
-    before = (tmp_path / "t" / "test" / "0" / "1" / "summary.json").stat().st_mtime_ns
+    before = (tmp_path / "t" / "test" / "1" / "summary.json").stat().st_mtime_ns
     assert fedjax_cfl(command)[0] == 0
     assert json.loads((tmp_path / "t" / "chosen.json").read_text()) == first
-    assert (tmp_path / "t" / "test" / "0" / "1" / "summary.json").stat().st_mtime_ns == before
+    assert (tmp_path / "t" / "test" / "1" / "summary.json").stat().st_mtime_ns == before
