@@ -24,6 +24,7 @@ from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation import memory, program
 from fedjax_cfl.simulation.compiler import compiler_options
 from fedjax_cfl.simulation.rounds import Plan, make_functions
+from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.simulation.width import choose_width
 
 BLOCK, QUICK_BLOCK = 10, 1  # rounds in one program
@@ -72,9 +73,9 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     functions = make_functions(
         lambda values: (algorithm, no_drift()), task, mesh, plan, block, on_host=False
     )
-    key = replicate(jax.random.key(0), mesh)
+    key, setup = replicate(jax.random.key(0), mesh), Setup(algorithm, task, data, no_drift(), mesh)
     programs, shapes = {}, None
-    for name, lowered in program.lower_programs(functions, algorithm, ({}, key), feed, mesh):
+    for name, lowered in program.lower_programs(functions, setup, ({}, key), feed):
         if name == "test":
             break
         shapes = shapes or lowered.out_info

@@ -157,9 +157,10 @@ class Lowered(NamedTuple):
 def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lowered:
     """Traces the programs of a setting for a mesh that may be a topology's."""
     config = build.resolve_settings(overrides)
-    (algorithm, task, real, drift, _), _ = build.build(config)
+    algorithm, task, real, drift, *_ = build.build(config)[0]
     real = bound_client_samples(real, drift)
     data, local = replicated_shapes(real, mesh), build.build_local(config, task, real, mesh)
+    setup = Setup(algorithm, task, real, drift, mesh)
     plan, feed = Plan(config["rounds"]), DeviceFeed(data, config["rounds"], 1)
     key = replicated_shapes(jax.eval_shape(lambda: jax.random.key(0)), mesh)
     if setting.grid:
@@ -174,12 +175,12 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         lift, given = vectorize.make_lift(2, False), (values, keys)
         functions = [lift(f, *axes) for f, axes in zip(functions, vectorize.LIFTED, strict=True)]
     else:
-        values, make = build.find_inputs(config, Setup(algorithm, task, real, drift, mesh), local)
+        values, make, *_ = build.find_inputs(config, setup, local)
         functions = make_functions(make, task, mesh, plan, feed.length, feed.on_host)
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
-    programs = program.lower_programs(functions, algorithm, given, feed, mesh)
+    programs = program.lower_programs(functions, setup, given, feed)
     members = 4 if setting.grid else 1
     return Lowered(programs, data, drift, algorithm, task, slots, members, mesh.size)
 

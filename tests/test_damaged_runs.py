@@ -15,6 +15,7 @@ from conftest import call, one_line, refusal
 
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.cli import predict
+from fedjax_cfl.runs.columns import to_arrow
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.saved_models import load_arrays
 
@@ -253,3 +254,19 @@ def test_files_that_another_tool_wrote_again_are_read(copy, runs):
     assert np.isnan(again.table["accuracy"]).all() and again.table["group"].dtype == np.int64
     assert again.summary["clients"] == K
     assert refusal(again.find_client, "zoe").startswith("client=zoe")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [True, False, True] * 5,
+        [1, -2, 3],
+        np.array([1.5, np.nan], np.float32)[::-1],
+        np.arange(12, dtype=np.uint8).reshape(4, 3).T,
+        ["a", "", "\u00e9\u4e2d"],
+        [b"a", b"bc"],
+        np.array(["2026-01-01"], "datetime64[D]"),
+    ],
+)
+def test_columns_hold_what_they_are_given(values):
+    assert str(to_arrow(values).to_pylist()) == str(np.asarray(values).tolist())

@@ -58,11 +58,10 @@ def test_runs_of_a_sweep_share_programs_and_are_the_runs_alone(
 
 @pytest.mark.parametrize("change", ["clients_per_round=4,5", "local.epochs=1,2", "algorithm.m=2,3"])
 def test_runs_of_other_shapes_or_code_do_not(change, fedjax_cfl, compiled):
-    line = f"{SMALL} algorithm=ifca algorithm.m=2".replace(f"{change.partition('=')[0]}=", "+x=")
     name = change.partition("=")[0]
-    words = [word for word in line.split() if not word.startswith("+x=")]
-    assert name not in " ".join(words)
-    assert fedjax_cfl(f"-m {' '.join(words)} {change} run_dir=sweep")[0] == 0
+    words = f"{SMALL} algorithm=ifca algorithm.m=2".split()
+    line = " ".join(word for word in words if not word.startswith(f"{name}="))
+    assert fedjax_cfl(f"-m {line} {change} run_dir=sweep")[0] == 0
     assert len(compiled) == 2
 
 
@@ -78,6 +77,26 @@ def test_seeds_go_on_where_they_stopped(fedjax_cfl, compiled):
     assert [lasting_rows(f"series/{seed}") for seed in range(3)] == before
     assert fedjax_cfl(f"{SMALL} algorithm=fedavg seed=3 run_dir=alone")[0] == 0
     assert lasting_rows("series/3") == lasting_rows("alone")
+
+
+def test_seeds_of_other_sizes_go_on_with_more_rounds(fedjax_cfl, compiled):
+    line = f"{SMALL} algorithm=fesem algorithm.m=2"
+    assert fedjax_cfl(f"{line.replace('rounds=3', 'rounds=2')} seeds=3 run_dir=series")[0] == 0
+    assert len(compiled) == 2, "the data of the seeds have one size, so nothing is padded"
+    status, out, error = fedjax_cfl(f"{line} seeds=3 run_dir=series")
+    assert status == 0 and out.count("resuming after round 2") == 3, error
+    for seed in range(3):
+        assert fedjax_cfl(f"{line} seed={seed} run_dir=alone{seed}")[0] == 0
+        assert lasting_rows(f"series/{seed}") == lasting_rows(f"alone{seed}")
+
+
+def test_a_sweep_over_what_is_set_apart_is_the_runs_alone(fedjax_cfl):
+    line = f"{SMALL} algorithm=fedavg"
+    assert fedjax_cfl(f"-m {line} evaluate.validation=0.3,0 run_dir=sweep")[0] == 0
+    for number, share in enumerate(("0.3", "0")):
+        name = f"alone{number}"
+        assert fedjax_cfl(f"{line} evaluate.validation={share} run_dir={name}")[0] == 0
+        assert lasting_rows(f"sweep/{number}") == lasting_rows(name)
 
 
 def test_a_bad_run_ends_no_sweep(fedjax_cfl):

@@ -32,6 +32,7 @@ def own(tmp_path, monkeypatch):
     """Writes own.npz of some clients in the current folder; returns what makes settings of it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests may have started JAX already
+    launch.show_notes()
 
     def write(clients: int, samples: int = 200, **more):
         x, client = np.random.default_rng(0).normal(size=(samples, 4)), np.arange(samples) % clients

@@ -241,3 +241,11 @@ def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
     assert fedjax_cfl(command)[0] == 0
     assert json.loads((tmp_path / "t" / "chosen.json").read_text()) == first
     assert (tmp_path / "t" / "test" / "1" / "summary.json").stat().st_mtime_ns == before
+
+
+def test_a_run_that_fails_is_said_without_a_traceback(tmp_path, fedjax_cfl):
+    command = f"tune --out {tmp_path}/t --trial-seeds 1000 --seeds 0 algorithm=fedavg rounds=2"
+    status, _, error = fedjax_cfl(f"{command} local.lr=0.1 faults.nan=1 faults.nonfinite=raise")
+    first, second = error.splitlines()
+    assert status == 1 and first.startswith("fedjax-cfl: round 1: client ")
+    assert second.endswith("t/validation: not all runs have ended; the same command goes on")

@@ -51,16 +51,8 @@ log = logging.getLogger(__name__)
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
 # what says where a run goes, or which samples it has: programs get samples as arguments
 NOT_COMPILED = ("assignments", "callbacks", "checkpoint.", "concept.", "curves", "dataset.")
-NOT_COMPILED += (
-    "logger",
-    "offline",
-    "partition.",
-    "resume",
-    "run_dir",
-    "seed",
-    "shared_samples.",
-    "evaluate.",
-)
+NOT_COMPILED += ("evaluate.", "logger", "offline", "partition.", "resume", "run_dir", "seed")
+NOT_COMPILED += ("shared_samples.",)
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y

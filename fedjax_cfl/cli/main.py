@@ -17,7 +17,7 @@ from typing import Any
 
 from fedjax_cfl.cli.conf import CONF, HERE
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
-from fedjax_cfl.errors import InputError, as_command
+from fedjax_cfl.errors import InputError, RunError, as_command
 from fedjax_cfl.runs.labels import find_version
 
 COMMANDS = {
@@ -44,6 +44,9 @@ def main() -> int:
             status = run_arguments(sys.argv[1:])
     except InputError as error:
         status = print_error(error)
+    except RunError as error:
+        print_error(error)
+        status = 1
     except OSError as error:  # of a name, a folder or a disk that nothing looks at before
         if error.strerror is None:
             raise
@@ -145,8 +148,8 @@ def show(app: Any, parser: argparse.ArgumentParser, given: argparse.Namespace) -
 
 def run_request(app: Any, given: argparse.Namespace, request: Any) -> Any:
     """Runs what has been checked, or shows its settings; returns the exit status, of a sweep what
-    Hydra returns of its runs. Raises InputError where Hydra cannot use
-    what the command line says of Hydra's own settings.
+    Hydra returns of its runs. Raises InputError where Hydra cannot use what the command line says
+    of Hydra's own settings.
     """
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
     try:

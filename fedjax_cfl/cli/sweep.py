@@ -83,14 +83,13 @@ def grid_axes(config: dict) -> dict[str, list]:
             f"coordinator={config['coordinator']}: several seeds run in one process; leave out"
             " vectorize and seeds"
         )
-    for name, (wrong, reason) in {
-        "resident": (config["resident"] == "host", "trains on data that are on the devices"),
-        "evaluate.patience": (config["evaluate"]["patience"], "ends as one"),
-    }.items():
-        if config["vectorize"] and wrong:
-            node, _, leaf = name.rpartition(".")
-            value = config[node][leaf] if node else config[leaf]
-            raise InputError(f"{name}={value}: a grid of runs {reason}; leave out vectorize")
+    patience, wrong = config["evaluate"]["patience"], ""
+    if config["resident"] == "host":
+        wrong = "resident=host: a grid of runs trains on data that are on the devices"
+    elif patience:
+        wrong = f"evaluate.patience={patience}: a grid of runs ends as one"
+    if config["vectorize"] and wrong:
+        raise InputError(f"{wrong}; leave out vectorize")
     return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
 
 

@@ -190,8 +190,7 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     """Returns what `make_cohort` balances by: about how long clients of at most `capacity`
     samples train.
     """
-    steps = partial(count_steps, local)
-    sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
+    sizes, steps = list_loops(task, local, capacity)[:-1], partial(count_steps, local)
     if not sizes:
         return cost_by_samples
     return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))

@@ -91,11 +91,10 @@ def finish_assignments(
         columns = {"round": to_arrow(rounds[:, 0]), "group": _lists(groups)}
         if (concepts >= 0).any():
             columns["concept"] = _lists(concepts)
-        parquet = pa.table(columns)
         noted: dict[Any, Any] = {RUN_ID: run_id}
         if clients.size < num_clients:
             noted[SAMPLED] = json.dumps(clients.tolist())
-        parquet = parquet.replace_schema_metadata(noted)
+        parquet = pa.table(columns, metadata=noted)
         with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
             pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
     path.unlink()

@@ -37,8 +37,8 @@ NAME = Column("names, text or whole numbers, each once", whole=True, names=True)
 
 
 def to_arrow(values: Any) -> pa.Array:
-    """Returns values [K], numbers or text, as a column, and values [K, ...] as one of lists. Unlike
-    `pyarrow.array` it does not import pandas, which takes as long as a short run.
+    """Returns values [K] as a column, and values [K, ...] as one of lists. Numbers and text go
+    without `pyarrow.array`, which imports pandas: that takes as long as a short run.
     """
     values = np.asarray(values)
     if values.ndim > 1:
@@ -50,6 +50,8 @@ def to_arrow(values: Any) -> pa.Array:
         ends = np.cumsum([0, *map(len, texts)], dtype=np.int64)
         parts = pa.py_buffer(ends), pa.py_buffer(b"".join(texts))
         return pa.LargeStringArray.from_buffers(len(texts), *parts)
+    if values.dtype.kind not in "iuf":
+        return pa.array(values)
     buffer = pa.py_buffer(np.ascontiguousarray(values))
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
@@ -106,6 +108,7 @@ def _read_column(name: str, column: pa.ChunkedArray, rule: Column) -> np.ndarray
 def _read_values(name: str, values: Any, rule: Column) -> np.ndarray:
     """Returns the values of an array without lists, as `_read_column` does."""
     kind, wrong = values.type, f"column {name} must hold {rule.allowed}"
+    found, usual = np.empty(0), False
     if rule.names and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         found = np.asarray(values.to_pylist())
         usual = not values.null_count
@@ -120,8 +123,6 @@ def _read_values(name: str, values: Any, rule: Column) -> np.ndarray:
         usual = bool((inside | ~known).all())
         if usual and rule.whole and found.dtype != np.uint64:
             found = found.astype(np.int64)
-    else:
-        raise ValueError(wrong)
     if not usual:
         raise ValueError(wrong)
     if rule.names and np.unique(found).size < found.size:

@@ -128,14 +128,16 @@ class Store:
         self._programs: dict[Any, Programs] = {}
         self._rooms: dict[Any, Room] = {}
 
-    def pad(self, recipe: Any, data: FederatedData) -> FederatedData:
+    def pad(self, recipe: str, data: FederatedData) -> FederatedData:
         """Returns data of the size that the programs of a recipe have: theirs, or, where it is
         too small for them, one with room for the next. The first data are left as they are.
         """
         own = measure_room(data)
-        room = self._rooms.setdefault(recipe, own)
+        # with other clients, features or sides nothing is shared
+        alike = recipe, *own.sides, data.num_clients, data.x.shape[1:]
+        room = self._rooms.setdefault(alike, own)
         if not room.holds(own):
-            room = self._rooms[recipe] = widen_room(merge_rooms([room, own]))
+            room = self._rooms[alike] = widen_room(merge_rooms([room, own]))
         return data if room == own else pad_data(data, room)
 
     def find(self, made_of: Any, fresh: bool) -> Programs | None:
@@ -200,13 +202,12 @@ def hold_numbers(setup: Setup) -> Inputs:
     """Returns the inputs of programs that hold all numbers: later runs of the same algorithm, task
     and drift, with data of the same sizes, use them again.
     """
-    algorithm, task, data, drift, *_ = setup
-    made_of, store = (algorithm, task, drift, str(measure_room(data))), OF_OBJECTS
+    algorithm, task, drift, store = setup.algorithm, setup.task, setup.drift, OF_OBJECTS
     try:
-        hash(made_of)
+        hash((algorithm, task, drift))
     except TypeError:  # of somebody's own, which holds a dict or an array
         store = None
-    return Inputs({}, lambda values: (algorithm, drift), made_of, store)
+    return Inputs({}, lambda values: (algorithm, drift), (algorithm, task, drift), store)
 
 
 def compile_run(
@@ -235,16 +236,16 @@ def compile_run(
         rounds = plan.rounds, plan.eval_every
         feed = prefetch.HostFeed(data, algorithm, replicated, *rounds, mesh, row_bytes)
     else:
-        on_device = sharding.replicate(store.pad(recipe, data) if store else data, mesh)
-        feed = prefetch.DeviceFeed(on_device, plan.rounds, plan.eval_every)
+        wide = store.pad(recipe, data) if store and inputs else data
+        feed = prefetch.DeviceFeed(sharding.replicate(wide, mesh), plan.rounds, plan.eval_every)
     functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
     given = sharding.replicate(values, mesh), replicated
     sizes = store and describe_shapes((given, feed.data))
     stored = store and (store, (recipe, plan, sizes, str(jax.config.values)))
-    compiled = compile_functions(functions, algorithm, given, feed, mesh, task, fresh, stored)
-    shapes = compiled.shapes
-    if padded := feed.data.y.shape != data.y.shape:
-        shapes = state_shapes(setup, key)
+    padded = feed.data.y.shape != data.y.shape
+    # what a run goes on from is written over a start of the padded size, see `driver.begin`
+    compiled = compile_functions(functions, setup, given, feed, fresh or padded, stored)
+    shapes = state_shapes(setup, key) if padded else compiled.shapes
     return make_program(setup, [data], [shapes], [()], padded, feed, compiled)
 
 
@@ -335,13 +336,14 @@ def place_carry(shapes: Carry) -> Carry:
 
 
 def lower_programs(
-    functions: Any, algorithm: Algorithm, given: tuple, feed: Any, mesh: Mesh, task: Task
+    functions: Any, setup: Setup, given: tuple, feed: Any
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Yields (name, program) of begin, train and test, each traced when the caller asks for the
     next. Of the arguments only shapes, types and shardings count.
 
     Args: as those of `compile_functions`.
     """
+    algorithm, task, mesh = setup.algorithm, setup.task, setup.mesh
     side, whole = len(given) + 1, replicated_sharding(mesh)
     begin, train, test = functions
     before = jax.eval_shape(begin, *given, feed.shapes("train"))
@@ -362,22 +364,14 @@ def lower_programs(
 
 
 def compile_programs(
-    functions: Any,
-    algorithm: Algorithm,
-    given: tuple,
-    feed: Any,
-    mesh: Mesh,
-    task: Task,
-    fresh: bool,
+    functions: Any, setup: Setup, given: tuple, feed: Any, fresh: bool
 ) -> Programs:
-    """Compiles start, rounds and evaluation; the start only if a run is `fresh`.
-
-    Args: the others are those of `compile_functions`.
-    """
-    quick, training = compiler_options(mesh), compiler_options(mesh, task)
+    """Compiles start, rounds and evaluation; the arguments are those of `compile_functions`."""
+    algorithm, mesh = setup.algorithm, setup.mesh
+    quick, training = compiler_options(mesh), compiler_options(mesh, setup.task)
     lowered, futures = {}, {}
     with parallel_compiler() as compiled:
-        for name, program in lower_programs(functions, algorithm, given, feed, mesh, task):
+        for name, program in lower_programs(functions, setup, given, feed):
             lowered[name] = program
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)
@@ -389,11 +383,9 @@ def compile_programs(
 
 def compile_functions(
     functions: Any,
-    algorithm: Algorithm,
+    setup: Setup,
     given: tuple,
     feed: Any,
-    mesh: Mesh,
-    task: Task,
     fresh: bool = True,
     stored: tuple[Store, Any] | None = None,
 ) -> Compiled:
@@ -401,7 +393,7 @@ def compile_functions(
     they have been.
 
     Args: `functions` are begin(*given, data), train(*given, data, *carry, done, count) and
-    test(*given, data, *carry, found, first client); `algorithm` is that of any member; `given`
+    test(*given, data, *carry, found, first client); `setup` is that of any member; `given`
     are the values of settings and the key; `feed` brings the data, a `DeviceFeed` or
     `HostFeed`; `fresh`: begin is compiled, too; `stored` is where programs are kept, and as what,
     None: nowhere. Raises InputError for what does not fit into memory.
@@ -409,25 +401,25 @@ def compile_functions(
     began = time.perf_counter()
     before = stored[0].find(stored[1], fresh) if stored else None
     with count_cache_hits() as hits:
-        programs = before or compile_programs(functions, algorithm, given, feed, mesh, task, fresh)
+        programs = before or compile_programs(functions, setup, given, feed, fresh)
         from_cache = len(programs.by_name) if before else hits()
     if stored:
         stored[0].keep(stored[1], programs)
     counts = {"programs": len(programs.by_name), "programs_from_cache": from_cache}
-    steps = bind_programs(programs, given, feed, mesh, task)
+    steps = bind_programs(programs, setup, given, feed)
     seconds = time.perf_counter() - began
     return Compiled(*steps, programs.trained, programs.memory, seconds, counts)
 
 
 def bind_programs(
-    programs: Programs, given: tuple, feed: Any, mesh: Mesh, task: Task
+    programs: Programs, setup: Setup, given: tuple, feed: Any
 ) -> tuple[Callable, Callable, Callable]:
     """Returns begin, train and test of a run, or of several as one, as `Compiled` has them.
 
     Args: those of `compile_functions`.
     """
     by_name, shapes, tested, _ = programs
-    nothing = init_evaluation(task.targets, feed, mesh)
+    nothing = init_evaluation(setup.task.targets, feed, setup.mesh)
 
     def start() -> Carry:
         state, data_state = by_name["begin"](*given, feed.initial_data())

@@ -84,14 +84,14 @@ def compile_members(
     functions = member_functions(build, task, mesh, plan)
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
+    made = setup._replace(algorithm=algorithm)
     with explain_closures(list(settings)):
-        compiled = compile_functions(lifted, algorithm, (settings, keys), feed, mesh, task)
+        compiled = compile_functions(lifted, made, (settings, keys), feed)
     alone = [
         state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)
         for s, key in enumerate(keys)
     ]
     data, shapes = [own[s % len(own)] for s, _ in places], [alone[s] for s, _ in places]
-    made = setup._replace(algorithm=algorithm)
     return make_program(made, data, shapes, places, len(own) > 1, feed, compiled)
 
 
