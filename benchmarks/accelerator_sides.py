@@ -75,9 +75,10 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     )
     key, setup = replicate(jax.random.key(0), mesh), Setup(algorithm, task, data, no_drift(), mesh)
     programs, shapes = {}, None
-    for name, lowered in program.lower_programs(functions, setup, ({}, key), feed):
+    for name, traced in program.trace_programs(functions, setup, ({}, key), feed):
         if name == "test":
             break
+        lowered = traced.lower()
         shapes = shapes or lowered.out_info
         programs[name] = lowered.compile(compiler_options(mesh, task if name == "train" else None))
     assert shapes is not None

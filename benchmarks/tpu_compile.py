@@ -180,7 +180,8 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
-    programs = program.lower_programs(functions, setup, given, feed)
+    found = program.trace_programs(functions, setup, given, feed)
+    programs = ((name, traced.lower()) for name, traced in found)
     members = 4 if setting.grid else 1
     return Lowered(programs, data, drift, algorithm, task, slots, members, mesh.size)
 

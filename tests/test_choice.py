@@ -213,10 +213,3 @@ def test_runs_of_one_program_choose_each_its_own_round(runs, monkeypatch):
 def test_choices_that_cannot_be_made_are_refused(settings, says, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # the tests chose already
     one_line(says, assemble, settings.format("evaluate.validation=0.2").split())
-
-
-def test_a_grid_has_no_patience(fedjax_cfl):
-    line = "evaluate.validation=0.2 evaluate.patience=2 vectorize=[seed] seed=0,1 run_dir=g"
-    status, _, error = fedjax_cfl(line)
-    assert status == 2 and error.count("\n") == 1
-    assert "evaluate.patience=2: a grid of runs ends as one" in error

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from test_contract import ALGORITHMS, build
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.names import GRID_SETTINGS
 from fedjax_cfl.cli.settings import resolve_target
 from fedjax_cfl.validation import options_of, read_settings
 
@@ -78,17 +77,24 @@ def test_a_round_leaves_the_shapes_of_the_state(method, chosen, build):
 
 
 def list_grid_settings():
-    """Yields (part, option, setting) for every option that has a setting of `GRID_SETTINGS`."""
-    for part, setting in (name.split(".") for name in GRID_SETTINGS if "." in name):
+    """Yields (part, option, setting) for every number of a method that may be an array, and every
+    one of a layer but that which FedALA asks for in Python.
+    """
+    for part in ("algorithm", "personal"):
         for path in sorted((CONF / part).glob("*.yaml")):
-            if setting in OmegaConf.load(path):
-                marks = () if part == "personal" else pytest.mark.nightly
-                yield pytest.param(part, path.stem, f"{part}.{setting}", marks=marks)
+            given = OmegaConf.to_container(OmegaConf.load(path))
+            target = given.get("_target_")
+            known = read_settings(resolve_target(part, target)) if target else {}
+            for name, each in known.items():
+                several = each.takes_arrays or (part == "personal" and name != "share")
+                if several and isinstance(given.get(name), float):
+                    marks = () if part == "personal" else pytest.mark.nightly
+                    yield pytest.param(part, path.stem, f"{part}.{name}", marks=marks)
 
 
 @pytest.mark.parametrize(("part", "option", "setting"), list(list_grid_settings()))
 def test_values_of_a_grid_are_one_program(part, option, setting, build):
-    """An option that does more with them than compute belongs out of `GRID_SETTINGS`."""
+    """An option that does more with them than compute does not say that they may be arrays."""
     given = {"fedala": (), "moon": ("model=mlp",), "pfedme": ("personal.lam=1",)}.get(option, ())
     method = option if part == "algorithm" else "fedavg"
     layer = (f"personal={option}",) if part == "personal" else ()

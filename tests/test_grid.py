@@ -1,6 +1,5 @@
 """Runs trained as one program are the runs they would be alone: rows, files, checkpoints."""
 
-import functools
 import json
 import shlex
 
@@ -9,15 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import call, last_arrays, lasting_rows, nightly
-from jax.tree_util import Partial
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.sweep import grid_axes
-from fedjax_cfl.client.cohort import make_cohort, over_clients
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.checkpoint import list_steps
 from fedjax_cfl.runs.grid import grid_points
-from fedjax_cfl.simulation.vectorize import explain_closures, stack_data
+from fedjax_cfl.simulation.vectorize import NotMapped, stack_data
 
 SMALL = (
     "dataset.clients=20 model=mclr rounds=4 local.epochs=1 clients_per_round=6 devices=2"
@@ -70,7 +66,7 @@ CASES = {
         "vectorize=[algorithm.server_lr] algorithm.server_lr=0.01,0.1",
     ),
 }
-# further settings of `GRID_SETTINGS`: of which method, and two values
+# further settings that can be mapped: of which method, and two values
 GRIDS = {
     "algorithm.mu": ("algorithm=fednova", "0,0.5"),
     "algorithm.beta": ("algorithm=adaptive_fedavg", "0.3,0.9"),
@@ -200,12 +196,9 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
     ("line", "said"),
     {
         "vectorize=[seed]": "vectorize=seed: give seed several values, once, as seed=1,2",
-        "vectorize=[seed,local.epochs] seed=0,1 local.epochs=1,2": (
-            "vectorize=local.epochs: must be one of seed, local.lr, algorithm.mu, "
-        ),
         "vectorize=[seed] seed=0,-1": "seed=-1: must be a whole number from 0 to",
         "vectorize=[seed] seed=0,1.5": "seed=1.5: must be a whole number",
-        "vectorize=[local.lr] local.lr=0.1,x": "local.lr=x: must be a number",
+        "vectorize=[local.lr] local.lr=0.1,x": "local.lr=x: must be a finite number > 0",
         "vectorize=[seed] seed=1,1": "seed=1,1: names a value twice",
         "-m seed=1,1": "seed=1,1: names a value twice",
         "-m local.lr=0.1,0.10": "local.lr=0.1,0.10: names a value twice",
@@ -219,9 +212,6 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
             "personal.lam=9.0: times local.lr=0.2 it is 1.8, and must be below 1"
         ),
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
-        "vectorize=[seed] seed=0,1 resident=host algorithm=fedavg": (
-            "resident=host: a grid of runs trains on data that are on the devices"
-        ),
         "seeds=0": "seeds=0: must be a whole number >= 1",
     }.items(),
 )
@@ -231,26 +221,68 @@ def test_what_cannot_be_one_program_is_refused(line, said, tmp_path, monkeypatch
     assert not (tmp_path / "grid").exists()
 
 
-def test_a_client_function_that_closes_over_a_setting_is_named(toy):
-    """Only a bound value can be mapped over runs: the error says so, others stay what they are."""
-    mesh = cfl.make_mesh(1)
-    execution = cfl.make_execution(mesh)._replace(runs_as_one=True)
-    cohort = make_cohort(jnp.arange(3), toy, execution)
+OWN_METHODS = """
+from functools import partial
 
-    def scale(rate, client, data, shared, work):
-        return rate * client
+import jax
+import jax.numpy as jnp
 
-    def run(client_fn):
-        return over_clients(client_fn, execution)(cohort, toy, (), ())
+import fedjax_cfl as cfl
+from fedjax_cfl.client.sgd import LocalSGD, choose_loop
+from fedjax_cfl.validation import Fraction
 
-    rates = jnp.array([0.1, 0.2])
-    bound = jax.eval_shape(jax.vmap(lambda rate: run(Partial(scale, rate))), rates)
-    assert bound.shape == (2, cohort.ids.size)
-    said = r"^vectorize: a function of one client closes over one of local\.lr; bind the value with"
-    with pytest.raises(InputError, match=said), explain_closures(["local.lr"]):
-        jax.eval_shape(jax.vmap(lambda rate: run(functools.partial(scale, rate))), rates)
-    with pytest.raises(AssertionError, match=r"^another$"), explain_closures(["local.lr"]):
-        raise AssertionError("another")
+
+def closes(task, local, system, *, m=2, mu: Fraction | jax.Array = 0.1):
+    train = LocalSGD(local, partial(choose_loop, task))
+
+    def scaled(params, start, extra, x, y, key, owner):
+        return task.loss(params, x, y, key) * (1 + mu)
+
+    def solve(*given):
+        return train((), scaled, local.lr, *given)
+
+    return cfl.clustered(task, local, system, m=m, solve=solve)
+
+
+def decomposes(task, local, system, *, m=2, mu: Fraction | jax.Array = 0.1):
+    def choose(loss, old):
+        each = jax.vmap(lambda row: jnp.linalg.eigvalsh(jnp.diag(row - row.min())))(loss)
+        return jnp.where(each[:, -1] > mu, 0, loss.argmin(1))
+
+    return cfl.clustered(task, local, system, m=m, choose=choose)
+"""
+OWN = "algorithm=fedavg vectorize=[algorithm.mu] algorithm.mu=0.01,0.9 algorithm._target_=own_grid."
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    {
+        "algorithm=fedavg vectorize=[local.epochs] local.epochs=1,2": "they differ in local.epochs",
+        "algorithm=fedavg vectorize=[seed] seed=0,1 resident=host": "resident=host keeps their",
+        "algorithm=fedavg vectorize=[seed] seed=0,1 evaluate.validation=0.2 evaluate.patience=2": (
+            "each ends by a patience"
+        ),
+        "algorithm=fedavg personal=fedala vectorize=[personal.share] personal.share=0.5,1": (
+            "Python code asks for the number of a setting"
+        ),
+        OWN + "closes": "a function of one client closes over a setting",
+        OWN + "decomposes": "eigh of a batch of matrices can hang on several CPU devices",
+    }.items(),
+)
+def test_what_cannot_be_one_program_is_run_one_after_another(
+    line, why, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "own_grid.py").write_text(OWN_METHODS)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = f"{SMALL} rounds=2 {line}"
+    assert call(monkeypatch, f"{line} run_dir={tmp_path / 'grid'}") == 0
+    assert f"vectorize: the runs follow one another: {why}" in capsys.readouterr().out
+    texts = [text for text in shlex.split(line) if not text.startswith("vectorize")]
+    first = [text.partition(",")[0] for text in texts]
+    assert call(monkeypatch, shlex.join([*first, f"run_dir={tmp_path / 'alone'}"])) == 0
+    rows = lasting_rows(tmp_path / "grid" / "0")
+    assert rows == lasting_rows(tmp_path / "alone")
+    assert rows != lasting_rows(tmp_path / "grid" / "1")
 
 
 def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_pool):
@@ -269,7 +301,7 @@ def test_data_sets_of_different_sizes_are_stacked_without_a_new_holder(toy, toy_
             np.testing.assert_array_equal(view.order[: before.order.size], before.order)
             assert (own.owner[view.order[before.order.size :]] == -1).all()
         assert sorted(np.concatenate([own.train.order, own.test.order])) == list(range(own.y.size))
-    with pytest.raises(InputError, match=r"the seeds' data differ in their clients \(14, 15\)"):
+    with pytest.raises(NotMapped, match=r"the seeds' data differ in their clients \(14, 15\)"):
         stack_data(
             [
                 toy,

@@ -30,7 +30,7 @@ from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import build_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.settings import complete_settings
-from fedjax_cfl.cli.sweep import grid_axes, run_folders, write_index
+from fedjax_cfl.cli.sweep import find_obstacle, grid_axes, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError, is_new
 from fedjax_cfl.library import draw_curves
@@ -44,6 +44,7 @@ from fedjax_cfl.runs.settings import digest_data
 from fedjax_cfl.simulation.compiler import use_compile_cache
 from fedjax_cfl.simulation.program import Store
 from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.vectorize import NotMapped
 
 STORE = Store()  # of all runs of a sweep, which Hydra runs in one process, one after another
 
@@ -68,10 +69,8 @@ def run(config: DictConfig) -> int:
         axes = grid_axes(resolved)
         # a cohort that was asked for is not made smaller
         may_shrink = OmegaConf.is_interpolation(config, "clients_per_round")
-        if config["vectorize"]:
-            status = run_grid(config, axes, run_dir, may_shrink, alone)
-        elif axes:
-            status = run_series(config, axes, run_dir, may_shrink, alone)
+        if axes:
+            status = run_several(config, axes, run_dir, may_shrink, alone)
         else:
             status = run_one(resolved, list_overrides(), run_dir, may_shrink, alone)
         if status >= 128:
@@ -167,6 +166,22 @@ def run_one(
     return train_in_dir(member, setup, inputs, write_settings)
 
 
+def run_several(
+    settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool, alone: bool
+) -> int:
+    """Runs a grid, as one program where `vectorize` asks for it and it can be; returns the exit
+    status. The arguments are those of `run_series`.
+    """
+    if settings["vectorize"]:
+        try:
+            if (obstacle := find_obstacle(resolve_config(settings), axes)) is not None:
+                raise NotMapped(obstacle)
+            return run_grid(settings, axes, run_dir, may_shrink, alone)
+        except NotMapped as error:
+            print(f"vectorize: the runs follow one another: {error}")
+    return run_series(settings, axes, run_dir, may_shrink, alone)
+
+
 def run_series(
     settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool, alone: bool
 ) -> int:
@@ -259,7 +274,7 @@ def run_grid(
     settings: DictConfig, axes: dict[str, list], run_dir: Path, may_shrink: bool, alone: bool
 ) -> int:
     """Builds the runs of a grid and trains them as one program; returns the exit status. The
-    arguments are those of `run_series`.
+    arguments are those of `run_series`. Raises NotMapped where they cannot be one.
     """
     described = list_members(settings, axes, run_dir)
     built: dict[int, tuple[Setup, Local]] = {}  # of each seed

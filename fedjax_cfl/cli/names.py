@@ -27,26 +27,6 @@ CONVERTED = (
     "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
 )
 REMOVED = {"dataset": {"tff_hdf5": CONVERTED, "federated_sqlite": CONVERTED}}
-# what the members of a grid may differ in, see `sweep`: numbers that all methods which have them
-# only compute with
-GRID_SETTINGS = (
-    "seed",
-    "local.lr",
-    "algorithm.mu",
-    "algorithm.eta_g",
-    "algorithm.server_lr",
-    "algorithm.beta",
-    "algorithm.delta",
-    "algorithm.explore",
-    "algorithm.factor",
-    "algorithm.lam",
-    "algorithm.q",
-    "algorithm.tau",
-    "personal.alpha",
-    "personal.lam",
-    "personal.lr",
-    "personal.mu",
-)
 
 
 def check_names(
@@ -132,7 +112,7 @@ def list_values(override: Override, multirun: bool) -> list[str]:
         return [text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
         name = override.key_or_group
-        together = f", or vectorize=[{name}]" if name in GRID_SETTINGS else ""
+        together = f", or vectorize=[{name}]"
         raise InputError(
             f"{override.input_line}: several values"
             f" {'are not allowed here' if multirun else 'need -m, a sweep' + together}"

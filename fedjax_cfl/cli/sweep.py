@@ -7,13 +7,13 @@ import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from fedjax_cfl.cli.names import GRID_SETTINGS
+from fedjax_cfl.cli.names import parse_override
+from fedjax_cfl.cli.settings import collect_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.runs.results import INDEX_FILE, write_text
-from fedjax_cfl.validation import check_value
 
 # sweeps
 
@@ -63,15 +63,16 @@ def grid_axes(config: dict) -> dict[str, list]:
     """Returns the values of every setting of which a configuration has several, the seed first; {}
     if it is a single run.
 
-    `vectorize` lists NAME=V1,V2,... Raises InputError for what cannot be vectorised.
+    `vectorize` lists NAME=V1,V2,... Raises InputError for settings that are named wrongly.
     """
     found: dict[str, list] = {}
     for entry in config["vectorize"]:
         name, _, values = str(entry).partition("=")
-        check_value("vectorize", name, Literal[tuple(GRID_SETTINGS)])
         if not values or name in found:
             raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
-        found[name] = [read_number(name, value) for value in values.split(",")]
+        override = parse_override(str(entry))
+        several = override.is_sweep_override()
+        found[name] = list(override.sweep_iterator()) if several else [override.value()]
     if config["seeds"] > 1:
         if "seed" in found:
             raise InputError(
@@ -83,23 +84,26 @@ def grid_axes(config: dict) -> dict[str, list]:
             f"coordinator={config['coordinator']}: several seeds run in one process; leave out"
             " vectorize and seeds"
         )
-    patience, wrong = config["evaluate"]["patience"], ""
-    if config["resident"] == "host":
-        wrong = "resident=host: a grid of runs trains on data that are on the devices"
-    elif patience:
-        wrong = f"evaluate.patience={patience}: a grid of runs ends as one"
-    if config["vectorize"] and wrong:
-        raise InputError(f"{wrong}; leave out vectorize")
     return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
 
 
-def read_number(name: str, value: str) -> int | float:
-    """Returns a value of a vectorised setting. Raises InputError for one that is no number."""
-    kind, words = (int, "a whole number") if name == "seed" else (float, "a number")
-    try:
-        return kind(value)
-    except ValueError:
-        raise InputError(f"{name}={value}: must be {words}") from None
+def find_obstacle(config: dict[str, Any], axes: Mapping[str, list]) -> str | None:
+    """Returns why the runs of a grid cannot be one program, None: as far as their settings say they
+    can be. They may differ in numbers of a method or layer that are no counts; whether it only
+    computes with them shows when it is traced.
+    """
+    settings = collect_settings(config)
+    for name, values in axes.items():
+        inside = name == "local.lr" or name.partition(".")[0] in ("algorithm", "personal")
+        setting = settings.get(name) if inside else None
+        numbers = [setting.check(name, value) for value in values] if setting else [None]
+        if name != "seed" and not all(isinstance(number, float) for number in numbers):
+            return f"they differ in {name}"
+    if config["resident"] == "host":
+        return "resident=host keeps their data off the devices"
+    if config["evaluate"]["patience"]:
+        return "each ends by a patience of its own"
+    return None
 
 
 def run_folders(run_dir: str | Path, grid: dict[str, list]) -> list[Path]:

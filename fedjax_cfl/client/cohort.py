@@ -71,9 +71,8 @@ def over_clients(client_fn: Callable[..., Any], execution: Execution) -> CohortF
     `client_fn` is a `ClientFn`, or has its arguments with other `shared` values and
     inputs: (client, data, shared, client_inputs) -> a program (see `executor`), or the result
     itself, any pytree. The result does not depend on the executor, its lanes, slots or devices,
-    up to rounding.
-    If the runs of a grid differ in a setting, bind its value to `client_fn` by a `Partial`: what
-    a function closes over cannot be mapped over runs.
+    up to rounding. What a `Partial` binds may differ between the runs of a grid (`vectorize`); runs
+    that differ in what a function closes over follow one another.
     """
     if execution.runs_as_one:
         return over_clients_of_runs(client_fn, execution)

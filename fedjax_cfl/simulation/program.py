@@ -335,9 +335,9 @@ def place_carry(shapes: Carry) -> Carry:
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
-def lower_programs(
+def trace_programs(
     functions: Any, setup: Setup, given: tuple, feed: Any
-) -> Iterator[tuple[str, jax.stages.Lowered]]:
+) -> Iterator[tuple[str, jax.stages.Traced]]:
     """Yields (name, program) of begin, train and test, each traced when the caller asks for the
     next. Of the arguments only shapes, types and shardings count.
 
@@ -352,15 +352,15 @@ def lower_programs(
     )
     check_models(algorithm, task, one)
     places = place_carry(carry_shapes(algorithm, before, mesh))
-    yield "begin", jax.jit(begin, out_shardings=places).lower(*given, feed.shapes("train"))
+    yield "begin", jax.jit(begin, out_shardings=places).trace(*given, feed.shapes("train"))
     shapes = find_shapes(algorithm, before, feed, "train", mesh)
     results = (*place_carry(shapes), whole)
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
-    yield "train", step.lower(*given, feed.shapes("train"), *shapes, 0, 1)
+    yield "train", step.trace(*given, feed.shapes("train"), *shapes, 0, 1)
     found, first = init_evaluation(task.targets, feed, mesh), 0 if feed.on_host else None
     shapes = find_shapes(algorithm, before, feed, "test", mesh)
     step = jax.jit(test, out_shardings=whole)
-    yield "test", step.lower(*given, feed.shapes("test"), *shapes, found, first)
+    yield "test", step.trace(*given, feed.shapes("test"), *shapes, found, first)
 
 
 def compile_programs(
@@ -371,8 +371,8 @@ def compile_programs(
     quick, training = compiler_options(mesh), compiler_options(mesh, setup.task)
     lowered, futures = {}, {}
     with parallel_compiler() as compiled:
-        for name, program in lower_programs(functions, setup, given, feed):
-            lowered[name] = program
+        for name, traced in trace_programs(functions, setup, given, feed):
+            lowered[name] = program = traced.lower()
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)
         programs = {name: future.result() for name, future in futures.items()}

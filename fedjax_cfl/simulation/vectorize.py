@@ -3,7 +3,7 @@ and stepped together.
 
 A member is what it would be alone, up to rounding. Clients of all members train as one
 cohort, see `client.cohort`; the rest of a round is mapped over keys, and inside them over the
-values of settings.
+values of settings. Not every method can be mapped: see `NotMapped`.
 """
 
 import contextlib
@@ -13,30 +13,36 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.padding import find_room, pad_data
 from fedjax_cfl.data.prefetch import DeviceFeed
-from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import replicate
+from fedjax_cfl.formatting import shorten
+from fedjax_cfl.sharding import is_cpu, replicate
 from fedjax_cfl.simulation.program import (
     Program,
     check_data,
     check_plan,
     compile_functions,
     make_program,
+    trace_programs,
 )
 from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 
+class NotMapped(Exception):
+    """Why runs cannot be one program. They can follow one another."""
+
+
 def stack_data(data: Sequence[FederatedData]) -> FederatedData:
     """Stacks data sets [D, ...] of equally many clients; the smaller ones get samples
     that no client holds. On the host.
 
-    Raises InputError if clients, features or classes differ.
+    Raises NotMapped if clients, features or classes differ.
     """
     for name, of in (
         ("clients", lambda d: d.num_clients),
@@ -46,10 +52,8 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         ("times", lambda d: d.time is not None),
     ):
         if len({of(one) for one in data}) > 1:
-            raise InputError(
-                f"vectorize: the seeds' data differ in their {name}"
-                f" ({', '.join(str(of(one)) for one in data)})"
-            )
+            counts = ", ".join(str(of(one)) for one in data)
+            raise NotMapped(f"the seeds' data differ in their {name} ({counts})")
     room = find_room(data)
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(pad_data(one, room) for one in data))
 
@@ -68,7 +72,7 @@ def compile_members(
     one member's values, scalars which may be traced; `setup` is that of any member; `data`
     one data set per key, or one for all; `keys` [D] typed keys; `values` name -> [H] values of
     a setting, several settings in step.
-    Raises what `compile_run` raises; InputError if the data sets do not fit together.
+    Raises what `compile_run` raises; NotMapped if they cannot be one program.
     """
     check_plan(plan, data)
     _, task, _, drift, mesh, _ = setup
@@ -85,8 +89,11 @@ def compile_members(
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
     made = setup._replace(algorithm=algorithm)
-    with explain_closures(list(settings)):
-        compiled = compile_functions(lifted, made, (settings, keys), feed)
+    given = settings, keys
+    with explain_obstacles():
+        for _, traced in trace_programs(lifted, made, given, feed):  # what compiling finds again
+            check_decompositions(traced, mesh)
+        compiled = compile_functions(lifted, made, given, feed)
     alone = [
         state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)
         for s, key in enumerate(keys)
@@ -96,22 +103,51 @@ def compile_members(
 
 
 @contextlib.contextmanager
-def explain_closures(settings: Sequence[str]) -> Iterator[None]:
-    """Raises InputError in place of JAX's error where a function of one client closes over one of
-    `settings`, whose values differ from run to run; see `over_clients`.
+def explain_obstacles() -> Iterator[None]:
+    """Raises NotMapped in place of JAX's errors where a method cannot be mapped over runs: a
+    function of one client closes over a setting whose values differ, see `over_clients`, Python
+    asks for the number, or an operation has no rule for it.
     """
     try:
         yield
+    except jax.errors.JAXTypeError as error:
+        raise NotMapped("Python code asks for the number of a setting") from error
+    except NotImplementedError as error:
+        raise NotMapped(shorten(str(error))) from error
     except AssertionError as error:
         # of `custom_vmap`, whose message is which of the constants are mapped
         mapped = error.args[0] if error.args else None
         if not isinstance(mapped, list | tuple) or True not in mapped:
             raise
-        raise InputError(
-            f"vectorize: a function of one client closes over one of {', '.join(settings)}; bind"
-            " the value with jax.tree_util.Partial(function, value), or run the values one after"
-            " another, without vectorize"
-        ) from error
+        raise NotMapped("a function of one client closes over a setting") from error
+
+
+# LAPACK splits a batch of matrices over the threads of all CPU devices, see `decompose`
+DECOMPOSITIONS = {"cholesky", "eig", "eigh", "geqrf", "lu", "qr", "schur", "svd", "tridiagonal"}
+
+
+def check_decompositions(traced: jax.stages.Traced, mesh: Mesh) -> None:
+    """Raises NotMapped for a program in which several CPU devices would decompose a batch of
+    matrices, and could wait for one another for ever.
+    """
+    if is_cpu(mesh) and mesh.size > 1 and (names := list_batched(traced.jaxpr.jaxpr)):
+        raise NotMapped(f"{names[0]} of a batch of matrices can hang on several CPU devices")
+
+
+def list_batched(jaxpr: Jaxpr) -> list[str]:
+    """Returns the names of the decompositions that a traced function applies to a batch."""
+    names: list[str] = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        ranks = [len(getattr(v.aval, "shape", ())) for v in equation.invars]
+        if name in DECOMPOSITIONS and max(ranks) > 2:
+            names.append(name)
+        for inner in jax.tree.leaves(equation.params):
+            if isinstance(inner, ClosedJaxpr):
+                names += list_batched(inner.jaxpr)
+            elif isinstance(inner, Jaxpr):
+                names += list_batched(inner)
+    return names
 
 
 LIFTED = (0, 0), (2, 2), (2, 2)  # how many arguments after the data are mapped, and are not
