@@ -26,11 +26,11 @@ LINES = {
     "personal": 1121,
     "round": 1136,
     "runs": 3686,
-    "simulation": 3216,
+    "simulation": 3240,
     "system": 1572,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 40_495, 2201
+ALL_LINES, IMPORT_LINES = 40_519, 2201
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

@@ -41,7 +41,7 @@ from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.session import make_console, train_in_dir, write_settings
 from fedjax_cfl.runs.settings import digest_data
-from fedjax_cfl.simulation.compiler import use_compile_cache
+from fedjax_cfl.simulation.compiler import explain_cache, use_compile_cache
 from fedjax_cfl.simulation.program import Store
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.simulation.vectorize import NotMapped
@@ -49,6 +49,7 @@ from fedjax_cfl.simulation.vectorize import NotMapped
 STORE = Store()  # of all runs of a sweep, which Hydra runs in one process, one after another
 
 
+@explain_cache()
 def run(config: DictConfig) -> int:
     """Builds and runs one configuration in its directory, or several below it; returns the exit
     status: 0, or 1 or 2 after one line on stderr that says why. Ends the process where a signal

@@ -7,16 +7,18 @@ import hashlib
 import math
 import os
 import platform
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jaxlib.version
 import platformdirs
 from jax.sharding import Mesh
 
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Task
 
 # XLA's older emitters of CPU kernels compile in half the time. Training behind a dense first
@@ -78,6 +80,28 @@ def count_cache_hits() -> Iterator[Callable[[], int]]:
         jax.monitoring.unregister_event_listener(listen)
 
 
+@contextlib.contextmanager
+def explain_cache() -> Iterator[None]:
+    """Says in one line that the user's cache cannot be used, where JAX warns of each program: XLA
+    refuses programs of another processor, or the disk is full.
+    """
+    show = warnings.showwarning
+
+    def say(message: Warning | str, *rest: Any, **more: Any) -> None:
+        if "persistent compilation cache" not in str(message):
+            return show(message, *rest, **more)
+        folder = jax.config.jax_compilation_cache_dir
+        warn_of_file(
+            f"{folder}: programs in it cannot be used here, so they are compiled again; remove it"
+        )
+
+    warnings.showwarning = say
+    try:
+        yield
+    finally:
+        warnings.showwarning = show
+
+
 def compiler_options(mesh: Mesh, task: Task | None = None) -> dict[str, bool | int | str]:
     """Returns the options that a program is compiled with; of a training program, if its
     `task` is given.
@@ -110,7 +134,7 @@ def check_jax_settings() -> None:
 
 def find_compile_cache() -> Path:
     """Returns the folder of compiled programs in the user's cache, one for each kind of
-    processor.
+    processor and version of jaxlib.
     """
     try:
         flags = next(
@@ -120,7 +144,7 @@ def find_compile_cache() -> Path:
         )
     except (OSError, StopIteration):
         flags = platform.processor()
-    kind = hashlib.sha256(flags.encode()).hexdigest()[:12]
+    kind = hashlib.sha256(f"{jaxlib.version.__version__} {flags}".encode()).hexdigest()[:12]
     cache = Path(platformdirs.user_cache_dir("fedjax_cfl"))
     return cache / "compiled" / f"{platform.machine()}-{kind}"
 
