@@ -296,6 +296,8 @@ def _read_objects(function: Callable) -> Mapping[str, Setting]:
 
 
 def _read_hints(function: Callable) -> dict[str, Any]:
+    if isinstance(function, type):  # a class of its own says what it takes in __init__
+        function = vars(function).get("__init__", function)
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError):  # names that only a type checker sees, or no function at all

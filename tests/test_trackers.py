@@ -13,8 +13,8 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import trackers
 from fedjax_cfl.runs.assignments import read_assignments
 from fedjax_cfl.runs.results import read_metrics
-from fedjax_cfl.runs.trackers import Tracker, Trackers
-from fedjax_cfl.simulation.callback import RunInfo
+from fedjax_cfl.runs.trackers import Guarded, list_numbers
+from fedjax_cfl.simulation.callback import Callback, RunInfo
 
 LINE = (
     "dataset.clients=8 clients_per_round=3 local.epochs=1 model=mclr algorithm=fedavg"
@@ -25,27 +25,35 @@ NUMBERS = {"round": 3, "accuracy": 0.5, "group_sizes/0": 4, "group_sizes/1": 5}
 
 
 def fake(lines: list, fails: str = ""):
-    """Returns an opener that writes down what it is told, and fails where asked to."""
+    """Returns a tracker that writes down what it is told, and fails where asked to."""
 
     def note(*what):
         lines.append(what)
         if what[0] == fails:
             raise OSError("the disk\nis full")
 
-    def opener(run: RunInfo) -> Tracker:
-        note("open", run.begun)
-        return Tracker(lambda *given: note("log", *given), lambda: note("close"))
+    class Fake(Callback):
+        def on_start(self, run, take):
+            note("open", run.begun)
 
-    return opener
+        def on_rows(self, row, grouping, take):
+            note("log", row["round"], list_numbers(row))
+
+        def on_end(self, take):
+            note("close")
+
+    return Fake()
 
 
-def tell(openers: dict, begun: int, rows: list) -> None:
+def tell(trackers: dict, begun: int, rows: list) -> None:
     """Gives rows to trackers as a run does."""
     with contextlib.ExitStack() as files:
-        trackers = Trackers(openers, files)
-        trackers.on_start(RunInfo(Path("run"), {"x.y": 1}, begun), lambda: None)
+        guarded = [Guarded(name, tracker, files) for name, tracker in trackers.items()]
+        for tracker in guarded:
+            tracker.on_start(RunInfo(Path("run"), {"x.y": 1}, begun), lambda: None)
         for row in rows:
-            trackers.on_rows(row, None, lambda: None)
+            for tracker in guarded:
+                tracker.on_rows(row, None, lambda: None)
 
 
 def test_a_tracker_gets_the_numbers_of_each_row():
@@ -68,14 +76,23 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(when, capsys):
 
 OWN = """
 import json
-from fedjax_cfl.runs.trackers import Tracker
+import fedjax_cfl as cfl
 
-def make(path="lines.jsonl"):
-    def opener(run):
-        note = lambda *what: open(path, "a").write(json.dumps(what) + "\\n")
-        note("open", run.begun, run.run_dir.name, run.settings["rounds"])
-        return Tracker(lambda round, numbers: note("log", round), lambda: note("close"))
-    return opener
+class Own(cfl.Callback):
+    def __init__(self, path: str = "lines.jsonl"):
+        self.path = path
+
+    def note(self, *what):
+        open(self.path, "a").write(json.dumps(what) + "\\n")
+
+    def on_start(self, run, take):
+        self.note("open", run.begun, run.run_dir.name, run.settings["rounds"])
+
+    def on_rows(self, row, grouping, take):
+        self.note("log", row["round"])
+
+    def on_end(self, take):
+        self.note("close")
 """
 
 
@@ -84,7 +101,7 @@ def test_a_run_and_its_continuation_tell_a_tracker_of_ones_own(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     (tmp_path / "own_tracker.py").write_text(OWN)
-    line = f"{LINE} +logger.own._target_=own_tracker.make"
+    line = f"{LINE} +logger.own._target_=own_tracker.Own"
     assert call(monkeypatch, f"{line} rounds=2", devices=1) == 0
     assert call(monkeypatch, f"{line} rounds=3", devices=1) == 0
     lines = [json.loads(text) for text in (tmp_path / "lines.jsonl").read_text().splitlines()]
@@ -97,7 +114,7 @@ def test_a_run_and_its_continuation_tell_a_tracker_of_ones_own(tmp_path, monkeyp
 def test_what_is_not_installed_is_said_before_training(fedjax_cfl, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"logger=wandb: .* install fedjax-cfl\[wandb\]"):
-        trackers.wandb()
+        trackers.WandB()
     status, _, error = fedjax_cfl(f"{LINE} rounds=1 logger=[tensorboard,wandb]")
     assert status == 2 and error.startswith("fedjax-cfl: logger=tensorboard: needs the package")
 
@@ -152,3 +169,8 @@ def test_mlflow_has_every_round_once(tmp_path, monkeypatch, capsys):
     client = package.MlflowClient((tmp_path / "mlruns").as_uri())
     found = client.get_metric_history((run_dir / "mlflow-run.txt").read_text(), "accuracy")
     assert [metric.step for metric in found] == [1, 2, 3]
+
+
+def test_settings_of_a_tracker_are_checked(fedjax_cfl):
+    status, _, error = fedjax_cfl(f"{LINE} logger=wandb logger.wandb.mode=on")
+    assert status == 2 and "logger.wandb.mode=on: must be one of offline, online" in error

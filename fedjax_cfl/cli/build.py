@@ -523,24 +523,24 @@ def build_settings(
     )
 
 
-def build_trackers(config: dict[str, Any]) -> dict[str, Callable]:
-    """Returns what opens each tracker that `logger` names."""
-    chosen = config.get("logger") or {}
-    return {name: instantiate_target(f"logger.{name}", node) for name, node in chosen.items()}
+def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
+    """Returns the trackers that `logger` names, and the user's own callbacks of a run, in order."""
+    trackers = config.get("logger") or {}
+    own = {str(number): node for number, node in enumerate(config["callbacks"])}
+    return (
+        {name: build_callback(f"logger.{name}", node) for name, node in trackers.items()},
+        [build_callback(f"callbacks[{number}]", node) for number, node in own.items()],
+    )
 
 
-def build_callbacks(config: dict[str, Any]) -> list[Callback]:
-    """Returns the user's own callbacks of a run, in the order of the setting `callbacks`."""
-    callbacks = []
-    for number, node in enumerate(config["callbacks"]):
-        field = f"callbacks[{number}]"
-        if not isinstance(node, dict) or "_target_" not in node:
-            raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
-        callback = instantiate_target(field, node)
-        if not isinstance(callback, Callback):
-            raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
-        callbacks.append(callback)
-    return callbacks
+def build_callback(field: str, node: Any) -> Callback:
+    """Returns the callback that a node of the settings names by its `_target_`."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
+    callback = instantiate_target(field, node)
+    if not isinstance(callback, Callback):
+        raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
+    return callback
 
 
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:

@@ -22,7 +22,6 @@ from fedjax_cfl.cli.build import (
     build_algorithm,
     build_callbacks,
     build_settings,
-    build_trackers,
     find_inputs,
     shrink_cohort,
 )
@@ -258,8 +257,8 @@ def make_member(
     """
     choices = dict(HydraConfig.get().runtime.choices)
     settings = build_settings(resolved, choices, local.execution.width, data_digest)
-    trackers, extras = build_trackers(resolved), build_extras(resolved, setup, local)
-    callbacks = build_callbacks(resolved)
+    trackers, callbacks = build_callbacks(resolved)
+    extras = build_extras(resolved, setup, local)
     member = Member(settings, overrides, run_dir, trackers, callbacks, extras)
     return member._replace(draw=draw_curves) if draws and resolved["curves"] else member
 

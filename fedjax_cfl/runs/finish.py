@@ -17,7 +17,6 @@ from fedjax_cfl.runs.callbacks import copy_models
 from fedjax_cfl.runs.labels import find_version, name_parts
 from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, save_arrays
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
-from fedjax_cfl.runs.trackers import Opener
 from fedjax_cfl.scores import SCORES
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.callback import Callback
@@ -54,7 +53,7 @@ class Member(NamedTuple):
     settings: RunSettings  # as it would have them alone
     overrides: list[str]
     run_dir: Path
-    trackers: Mapping[str, Opener]  # by name, see `trackers.py`
+    trackers: Mapping[str, Callback]  # by name, whose failures end no run, see `trackers.py`
     callbacks: Sequence[Callback] = ()  # the user's own
     extras: Callable[[Result], Extras] = lambda result: Extras({}, {}, {})
     draw: Callable[[Path, dict], None] = lambda run_dir, summary: None  # curves.png

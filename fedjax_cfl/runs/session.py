@@ -27,7 +27,7 @@ from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
 from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
-from fedjax_cfl.runs.trackers import Trackers
+from fedjax_cfl.runs.trackers import Guarded
 from fedjax_cfl.simulation.callback import RunInfo, Snapshot
 from fedjax_cfl.simulation.driver import Watch, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
@@ -198,7 +198,7 @@ def watch_run(
     callbacks = [
         *([Validation(settings, read_metrics(run_dir))] if judged else []),
         rows,
-        Trackers(member.trackers, files),
+        *(Guarded(name, tracker, files) for name, tracker in member.trackers.items()),
         *member.callbacks,
         Log(settings, member.verbose, files),
         Interrupt(signals),

@@ -1,7 +1,7 @@
-"""Trackers: what gets the rows of a run in addition to metrics.jsonl.
+"""Trackers: callbacks that give the numbers of each row to TensorBoard, Weights & Biases or MLflow.
 
-A tracker is opened for one run and gets each row. If it fails, a warning is printed, it gets no
-further rows, and the run goes on. What the run itself needs is in its own files.
+If one fails, a warning is printed, it gets no further rows, and the run goes on. What the run
+itself needs is in its own files.
 """
 
 import contextlib
@@ -9,58 +9,41 @@ import importlib
 import importlib.util
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fedjax_cfl.errors import InputError, warn
 from fedjax_cfl.runs.results import to_plain
-from fedjax_cfl.simulation.callback import Grouping, RowCallback, RunInfo, Take
+from fedjax_cfl.simulation.callback import Callback, Grouping, RowCallback, RunInfo, Take
 
 
-class Tracker(NamedTuple):
-    """An open record of one run."""
+class Guarded(RowCallback):
+    """A tracker whose failures end no run: they are said, and it is told nothing more."""
 
-    log: Callable[[int, dict[str, float]], None]  # (round, numbers of the row)
-    close: Callable[[], None]
-
-
-Opener = Callable[[RunInfo], Tracker]
-
-
-class Trackers(RowCallback):
-    """Gives the numbers of each row to every tracker that still works."""
-
-    def __init__(self, openers: Mapping[str, Opener], files: contextlib.ExitStack):
-        """`openers` make each tracker, by name; trackers are closed with `files`."""
-        self.openers, self.trackers, self.files = openers, {}, files
+    def __init__(self, name: str, tracker: Callback, files: contextlib.ExitStack):
+        """`files` close the tracker, also where the run fails."""
+        self.name, self.tracker, self.files, self.works = name, tracker, files, True
 
     def on_start(self, run: RunInfo, take: Take) -> None:
-        """Opens the trackers."""
-        for name, opener in self.openers.items():
-            tracker = self._attempt(name, lambda opener=opener: opener(run))
-            if tracker is not None:
-                self.trackers[name] = tracker
-                self.files.callback(self._close, name)
+        """Opens the tracker."""
+        self._attempt(lambda: self.tracker.on_start(run, take))
+        self.files.callback(self._attempt, lambda: self.tracker.on_end(take))
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
-        """Gives them a row."""
-        numbers = list_numbers(row) if self.trackers else {}
-        for name, tracker in list(self.trackers.items()):
-            self._attempt(name, lambda tracker=tracker: tracker.log(row["round"], numbers))
+        """Gives it a row."""
+        self._attempt(lambda: self.tracker.on_rows(row, grouping, take))
 
-    def _close(self, name: str) -> None:
-        if name in self.trackers:
-            self._attempt(name, self.trackers[name].close)
-
-    def _attempt(self, name: str, call: Callable[[], Any]) -> Any:
+    def _attempt(self, call: Callable[[], Any]) -> None:
+        if not self.works:
+            return
         try:
-            return call()
+            call()
         # whatever a tracker, its disk or its network does; some libraries call sys.exit
         except (Exception, SystemExit) as error:
-            self.trackers.pop(name, None)
+            self.works = False
             reason = " ".join(str(error).split())[:200] or type(error).__name__
-            warn(f"logger {name} failed and gets no more rows: {reason}")
+            warn(f"logger {self.name} failed and gets no more rows: {reason}")
 
 
 def list_numbers(row: dict[str, Any]) -> dict[str, float]:
@@ -90,63 +73,81 @@ def read_or_write(path: Path, make: Callable[[], str]) -> str:
     return path.read_text(encoding="utf-8").strip()
 
 
-def tensorboard() -> Opener:
+class TensorBoard(RowCallback):
     """Writes scalars for TensorBoard to run_dir/tensorboard; a resumed run hides what comes
     again.
     """
-    require_package("tensorboardX", "tensorboard")
 
-    def opener(run: RunInfo) -> Tracker:
+    def __init__(self) -> None:
+        require_package("tensorboardX", "tensorboard")
+
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Opens a file of events."""
         assert run.run_dir is not None
-        writer = importlib.import_module("tensorboardX").SummaryWriter(
+        self.writer = importlib.import_module("tensorboardX").SummaryWriter(
             str(run.run_dir / "tensorboard"), purge_step=run.begun + 1
         )
 
-        def log(round: int, numbers: dict[str, float]) -> None:
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, round)
-            writer.flush()
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Writes a row."""
+        for name, value in list_numbers(row).items():
+            self.writer.add_scalar(name, value, row["round"])
+        self.writer.flush()
 
-        return Tracker(log, writer.close)
+    def on_end(self, take: Take) -> None:
+        """Closes the file."""
+        self.writer.close()
 
-    return opener
 
-
-def wandb(project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "offline") -> Opener:
+class WandB(RowCallback):
     """Records a run with Weights & Biases, under an id that run_dir/wandb/run-id.txt keeps."""
-    require_package("wandb", "wandb")
 
-    def opener(run: RunInfo) -> Tracker:
+    def __init__(
+        self, project: str = "fedjax-cfl", mode: Literal["offline", "online"] = "offline"
+    ) -> None:
+        require_package("wandb", "wandb")
+        self.project, self.mode = project, mode
+
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Begins or goes on with the record."""
         assert run.run_dir is not None
         package = importlib.import_module("wandb")
-        record = package.init(
-            project=project,
+        self.record = package.init(
+            project=self.project,
             name=run.run_dir.name,
             id=read_or_write(run.run_dir / "wandb" / "run-id.txt", lambda: uuid.uuid4().hex[:12]),
             resume="allow",
             dir=str(run.run_dir),
             config=run.settings,
-            mode=mode,
+            mode=self.mode,
             settings=package.Settings(console="off", silent=True),
         )
-        return Tracker(lambda round, numbers: record.log(numbers, step=round), record.finish)
 
-    return opener
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Records a row."""
+        self.record.log(list_numbers(row), step=row["round"])
+
+    def on_end(self, take: Take) -> None:
+        """Ends the record."""
+        self.record.finish()
 
 
-def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
+class MLflow(RowCallback):
     """Records a run with MLflow, under an id that run_dir/mlflow-run.txt keeps."""
-    require_package("mlflow", "mlflow")
-    if ":" not in uri:  # MLflow 3 opens folders only where this says so
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
 
-    def opener(run: RunInfo) -> Tracker:
-        run_dir = run.run_dir
+    def __init__(self, uri: str = "mlruns", experiment: str = "fedjax-cfl") -> None:
+        require_package("mlflow", "mlflow")
+        if ":" not in uri:  # MLflow 3 opens folders only where this says so
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self.uri, self.experiment = uri, experiment
+
+    def on_start(self, run: RunInfo, take: Take) -> None:
+        """Begins or goes on with the record."""
+        run_dir, uri, experiment = run.run_dir, self.uri, self.experiment
         assert run_dir is not None
         client = importlib.import_module("mlflow").MlflowClient(
             uri if ":" in uri else Path(uri).absolute().as_uri()
         )
-        metric = importlib.import_module("mlflow.entities").Metric
 
         def create() -> str:
             found = client.get_experiment_by_name(experiment)
@@ -156,12 +157,15 @@ def mlflow(uri: str = "mlruns", experiment: str = "fedjax-cfl") -> Opener:
                 client.log_param(made.info.run_id, name, str(value)[:500])
             return made.info.run_id
 
-        identity = read_or_write(run_dir / "mlflow-run.txt", create)
+        self.client, self.run_id = client, read_or_write(run_dir / "mlflow-run.txt", create)
 
-        def log(round: int, numbers: dict[str, float]) -> None:
-            now = [metric(name, value, 0, round) for name, value in numbers.items()]
-            client.log_batch(identity, metrics=now)
+    def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
+        """Records a row."""
+        metric = importlib.import_module("mlflow.entities").Metric
+        numbers = list_numbers(row).items()
+        metrics = [metric(name, value, 0, row["round"]) for name, value in numbers]
+        self.client.log_batch(self.run_id, metrics=metrics)
 
-        return Tracker(log, lambda: client.set_terminated(identity))
-
-    return opener
+    def on_end(self, take: Take) -> None:
+        """Ends the record."""
+        self.client.set_terminated(self.run_id)
