@@ -90,7 +90,7 @@ def explain_cache() -> Iterator[None]:
     def say(message: Warning | str, *rest: Any, **more: Any) -> None:
         if "persistent compilation cache" not in str(message):
             return show(message, *rest, **more)
-        folder = jax.config.jax_compilation_cache_dir
+        folder = find_compile_cache()
         warn_of_file(
             f"{folder}: programs in it cannot be used here, so they are compiled again; remove it"
         )
