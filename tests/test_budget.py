@@ -25,12 +25,12 @@ LINES = {
     "models": 1293,
     "personal": 1121,
     "round": 1136,
-    "runs": 3689,
+    "runs": 3691,
     "simulation": 3240,
     "system": 1572,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 40_523, 2199
+ALL_LINES, IMPORT_LINES = 40_525, 2199
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

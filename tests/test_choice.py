@@ -16,7 +16,7 @@ from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.federated import gather, take_clients
 from fedjax_cfl.data.perturb import share_samples
-from fedjax_cfl.runs.callbacks import Standing, stand
+from fedjax_cfl.runs.callbacks import EarlyStopping, read_stopping
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import read_metrics, summarize_rows
 
@@ -31,11 +31,11 @@ def rows_of(values, name="accuracy"):
 
 
 def test_the_first_best_is_chosen_and_waiting_is_counted_from_it():
-    assert stand(()) == Standing() and not Standing().ends(1)
-    found = stand(rows_of([None, float("nan"), 0.5, 0.7, 0.7, None, 0.6]))
-    assert found == Standing(0.7, 4, 3)
-    assert found.ends(3) and not found.ends(4) and not found.ends(0)
-    assert stand(rows_of([2.0, 1.0, 1.5], "rmse")) == Standing(1.0, 2, 1)
+    assert read_stopping(()) == EarlyStopping() and not EarlyStopping().should_stop(1)
+    found = read_stopping(rows_of([None, float("nan"), 0.5, 0.7, 0.7, None, 0.6]))
+    assert found == EarlyStopping(0.7, 4, 3)
+    assert found.should_stop(3) and not found.should_stop(4) and not found.should_stop(0)
+    assert read_stopping(rows_of([2.0, 1.0, 1.5], "rmse")) == EarlyStopping(1.0, 2, 1)
 
 
 def test_the_chosen_row_is_what_a_summary_and_a_trial_report():

@@ -46,34 +46,34 @@ CHECKPOINTS, LOG_FILE = "checkpoints", "run.log"
 MIXTURE = "weights", "label_shares"  # what only mixtures have, of `ServedModels`
 
 
-class Standing(NamedTuple):
-    """What the tests so far say, by validation samples alone."""
+class EarlyStopping(NamedTuple):
+    """The best test so far by validation samples, and how many came after it."""
 
     best: float | None = None  # mean over clients of their scores on validation samples
     round: int | None = None  # of the first test that has it
-    waited: int = 0  # tests since
+    bad_tests: int = 0  # after it
 
-    def follow(self, row: dict[str, Any]) -> "Standing":
-        """Returns what holds after a further row. Tests whose scores do not count yet, see `Plan`,
-        are no reason to end.
+    def update(self, row: dict[str, Any]) -> "EarlyStopping":
+        """Adds one row and returns the updated counter. Tests whose scores do not count yet, see
+        `Plan`, are no reason to end.
         """
         score = find_score(row)
         value = results.to_plain(row.get(f"validation_macro_{score.name}"))
         if value is not None and (self.best is None or score.is_better(value, self.best)):
-            return Standing(value, row["round"])
-        return self._replace(waited=self.waited + (self.best is not None))
+            return EarlyStopping(value, row["round"])
+        return self._replace(bad_tests=self.bad_tests + (self.best is not None))
 
-    def ends(self, patience: int) -> bool:
-        """Returns whether a run of this patience, 0: it has no end, ends here."""
-        return 0 < patience <= self.waited
+    def should_stop(self, patience: int) -> bool:
+        """Returns whether a run of this patience ends here; 0: it never does."""
+        return 0 < patience <= self.bad_tests
 
 
-def stand(rows: Iterable[dict[str, Any]]) -> Standing:
-    """Returns what all rows of a run so far say."""
-    standing = Standing()
+def read_stopping(rows: Iterable[dict[str, Any]]) -> EarlyStopping:
+    """Returns the counter after all rows of a run so far."""
+    stopping = EarlyStopping()
     for row in rows:
-        standing = standing.follow(row)
-    return standing
+        stopping = stopping.update(row)
+    return stopping
 
 
 class Validation(RowCallback):
@@ -83,14 +83,14 @@ class Validation(RowCallback):
 
     def __init__(self, settings: RunSettings, rows: Iterable[dict[str, Any]]):
         """`rows` are those of the run so far."""
-        self.settings, self.standing = settings, stand(rows)
+        self.settings, self.stopping = settings, read_stopping(rows)
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
         """Enters a test."""
-        self.standing = self.standing.follow(row)
+        self.stopping = self.stopping.update(row)
         if self.settings.choose == "best_validation":
-            row["chosen_round"] = self.standing.round
-        return self.standing.ends(self.settings.patience)
+            row["chosen_round"] = self.stopping.round
+        return self.stopping.should_stop(self.settings.patience)
 
 
 class Rows(RowCallback):
@@ -240,8 +240,8 @@ class Checkpoints(Callback):
     def is_due(self, done: int) -> bool:
         """Returns whether a checkpoint is due after `done` rounds."""
         every, minutes, _ = self.settings.checkpoint
-        passed, waited = done - self.saved[0], time.monotonic() - self.saved[1]
-        return passed >= every or waited >= 60 * minutes
+        passed, bad_tests = done - self.saved[0], time.monotonic() - self.saved[1]
+        return passed >= every or bad_tests >= 60 * minutes
 
     def save(self, snapshot: Snapshot) -> None:
         """Saves a checkpoint, and the best models before it."""

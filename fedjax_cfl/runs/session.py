@@ -18,7 +18,7 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup, flatten_settings
-from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, stand
+from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, read_stopping
 from fedjax_cfl.runs.display import print_summary
 from fedjax_cfl.runs.finish import Member, attempt, finish_run
 from fedjax_cfl.runs.labels import name_parts
@@ -194,9 +194,9 @@ def watch_run(
     identity = run_identity(member.settings, setup.data)
     clients = settings.draw_recorded_clients(setup.data.num_clients)
     rows = Rows(run_dir, clients, files)
-    judged = settings.patience or settings.choose == "best_validation"
+    has_validation = settings.patience or settings.choose == "best_validation"
     callbacks = [
-        *([Validation(settings, read_metrics(run_dir))] if judged else []),
+        *([Validation(settings, read_metrics(run_dir))] if has_validation else []),
         rows,
         *(Guarded(name, tracker, files) for name, tracker in member.trackers.items()),
         *member.callbacks,
@@ -254,4 +254,6 @@ def catch_signals() -> Iterator[list[int]]:
 
 def has_ended_early(settings: RunSettings, run_dir: Path) -> bool:
     """Returns whether the rows of a run say that it ends where they do."""
-    return settings.patience > 0 and stand(read_metrics(run_dir)).ends(settings.patience)
+    return settings.patience > 0 and read_stopping(read_metrics(run_dir)).should_stop(
+        settings.patience
+    )
