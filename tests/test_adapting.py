@@ -126,15 +126,16 @@ def test_per_fedavg_equals_its_twin(toy, linear, local, m, width, second_order):
 
 @pytest.mark.parametrize("steps", [None, nightly(3)])
 def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps):
-    """And trains as the method below, to the last bit."""
+    """And trains as the method below, to the last bit; that, once a night."""
     pick, settings = select.uniform(COHORT), {"m": 2}
     method = fine_tune(epochs=2, steps=steps)
     algorithm = build(algorithms.ifca, linear, local.replace(personal=method), pick, **settings)
-    alone = build(algorithms.ifca, linear, local, pick, **settings)
-    states, below = play(algorithm, toy), play(alone, toy)
-    np.testing.assert_array_equal(matrix(states[-1].groups), matrix(below[-1].groups))
-    np.testing.assert_array_equal(states[-1].assignment, below[-1].assignment)
-    assert spent(states[0], states[-1]) == spent(below[0], below[-1])
+    states = play(algorithm, toy)
+    if steps is not None:
+        below = play(build(algorithms.ifca, linear, local, pick, **settings), toy)
+        np.testing.assert_array_equal(matrix(states[-1].groups), matrix(below[-1].groups))
+        np.testing.assert_array_equal(states[-1].assignment, below[-1].assignment)
+        assert spent(states[0], states[-1]) == spent(below[0], below[-1])
     groups, place = models_of(states[-1].groups), np.asarray(states[-1].assignment)
     models, index, *_ = used_models(algorithm, states[-1], toy)
     np.testing.assert_array_equal(index, np.where(place < 0, -1, np.arange(CLIENTS)))

@@ -82,6 +82,7 @@ def test_rounds_are_those_of_fedavg_with_the_twin_s_step_sizes(toy, linear, loca
     assert count_to_int(state.traffic.units_down) == sent
 
 
+@pytest.mark.nightly
 def test_after_a_drift_steps_grow(toy, linear, local):
     algorithm = adaptive_fedavg(linear, local, select.uniform(12), harmonic=False)
     one_round, state = jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, toy)

@@ -228,7 +228,7 @@ def test_a_measure_of_ones_own(toy, linear, local, models):
 # words up, and inferences of a sample
 BILLS = [
     nightly("choose", cfl.losses, 2, 1, 3),
-    ("cluster", cfl.losses, 2, 3, 3),
+    nightly("cluster", cfl.losses, 2, 3, 3),
     nightly("choose", cfl.gradients, 1, 1, 3),
     ("cluster", cfl.gradients, 1, 24, 3),
     nightly("cluster", cfl.embeddings, 1, 5, 1),
@@ -262,6 +262,7 @@ def test_the_round_bills_a_measure(how, measure, models, words, inferences, toy,
 # who is asked, and when
 
 
+@pytest.mark.nightly
 def test_the_server_clusters_whatever_the_slots(toy, linear, local):
     """Rows are in the order of clients, and those with samples are in `who`: on one device, and on
     four with empty slots and the cohort in another order.
@@ -507,6 +508,7 @@ def test_what_is_no_model_is_not_served(serve, says, linear, local):
         cfl.algorithms.fedavg(linear, local.replace(personal=mine), SIX)
 
 
+@pytest.mark.nightly
 def test_gradients_of_a_step_are_billed(toy, linear, local):
     """A stranger's Ditto, as a step or beside the group's model, takes the catalogue's steps."""
 

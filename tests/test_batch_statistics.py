@@ -261,6 +261,7 @@ def test_no_feature_of_an_update_has_statistics_in_it(running):
     assert count_params(updates) == count_params(bare)
 
 
+@pytest.mark.nightly
 def test_statistics_that_are_not_finite_are_dropped(running):
     updates = jax.vmap(running.init)(jax.random.split(KEY, 3))
     broken = change_statistics(updates, lambda leaf: leaf.at[1].set(jnp.nan))
@@ -287,7 +288,7 @@ class OfFlax(Normed):
 
 
 @pytest.mark.parametrize("width", [1, nightly(4)])
-@pytest.mark.parametrize("kind", [Normed, nightly(Image), OfFlax])
+@pytest.mark.parametrize("kind", [Normed, nightly(Image), nightly(OfFlax)])
 def test_a_round_with_short_last_batches_equals_a_slow_twin(kind, width, toy, local):
     """Clients of 0 to 40 samples in batches of 5, on dense features."""
     task = cfl.as_task(kind(), (FEATURES,), CLASSES)
@@ -307,7 +308,7 @@ def test_a_round_with_short_last_batches_equals_a_slow_twin(kind, width, toy, lo
     close(after.groups, mean, 1e-4)
 
 
-@pytest.mark.parametrize("shape", [(7, 6), (7, 4, 6)])
+@pytest.mark.parametrize("shape", [nightly((7, 6)), (7, 4, 6)])
 def test_normalisations_take_samples_of_any_rank(shape):
     """As an image of as many pixels would be; padding is not there."""
     x, owner = normal(*shape), np.array([0, 0, 0, 0, 0, -1, -1])
@@ -346,6 +347,7 @@ def test_flax_normalises_real_samples_or_none(toy, local):
     x, y, owner = normal(6, FEATURES), np.zeros(6, np.int32), np.array([2, 2, 2, 2, -1, -1])
     merged, masked = (cfl.as_task(m, (FEATURES,), CLASSES) for m in (Merged(), Masked()))
     params = masked.init(KEY)
-    slope = jax.grad(lambda params: masked.loss(params, x, y, KEY, owner)[:4].mean())(params)
+    mean = lambda params: masked.loss(params, x, y, KEY, owner)[:4].mean()  # noqa: E731
+    slope = jax.jit(jax.grad(mean))(params)
     close(slope["batch_stats"]["BatchNorm_0"]["mean"], -0.01 * x[:4].mean(keepdims=True)[0])
     one_line("receives (30, 1) of a batch of 6 samples", merged.loss, params, x, y, KEY, owner)

@@ -57,7 +57,7 @@ OWN["flux"] = ("algorithm.m=4", "algorithm.warm_up=1")
 FIELDING = ("fielding", "fielding_global", "fielding_individual", "fielding_selected")
 OWN |= dict.fromkeys((*FIELDING, "fielding_static"), ("algorithm.m=4",))
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
-OFTEN = ["cfl", "fedavg", "fedem", "fesem", "flexcfl", "ifca", "pacfl"]
+OFTEN = ["fedem", "flexcfl", "ifca"]
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,7 @@ LAYERS = [name for name in LAYERS if name not in ("none", "fedbn")]  # a model o
 SPLIT = ("fedala", "fedbabu", "fedper", "fedrep", "lg_fedavg", "moon")  # need a head and a body
 
 
-@pytest.mark.parametrize("name", others_nightly(LAYERS, ["apfl", "ditto", "pfedme", "scaffold"]))
+@pytest.mark.parametrize("name", others_nightly(LAYERS, ["ditto", "scaffold"]))
 def test_bills_of_layers(name, play):
     """A layer sends nothing, but for a correction that travels: one more each way."""
     model = "small_mlp" if name in SPLIT else "mclr"
@@ -338,15 +338,15 @@ def choose_first(values, old):
 WIDTH = {"losses": GROUPS, "gradients": WORDS, "embeddings": FEATURES, "label_counts": CLASSES}
 WAYS = {"cluster": split_in_two, "choose": choose_first, "found": split_in_two}
 MEASURED = [
-    ("losses", "choose", False),
-    ("losses", "cluster", True),
-    ("gradients", "cluster", False),
+    nightly("losses", "choose", False),
+    nightly("losses", "cluster", True),
+    nightly("gradients", "cluster", False),
     ("embeddings", "choose", True),
     nightly("embeddings", "found", False),
     nightly("gradients", "found", False),
     nightly("gradients", "choose", True),
     nightly("losses", "found", False),
-    ("label_counts", "cluster", True),
+    nightly("label_counts", "cluster", True),
     nightly("label_counts", "found", False),
 ]
 

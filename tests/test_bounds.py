@@ -211,6 +211,7 @@ def test_one_client_in_one_place_is_fedavg(toy, linear, local):
     chex.assert_trees_all_equal((state.groups, infos), (expected.groups, wanted))
 
 
+@pytest.mark.nightly
 def test_fixed_steps_in_one_place_are_those_of_the_cohort_together(toy, linear, local):
     fixed = local.replace(steps=4)
     _, infos = play(centralised(linear, fixed, COHORT), toy, 2)

@@ -182,6 +182,7 @@ def test_a_trial_has_a_client_without_samples(toy):
     assert np.sum(few.owner == 11) == few.test.size[11] > 0
 
 
+@pytest.mark.nightly
 def test_a_method_is_tried_with_training_of_ones_own(linear, toy, local):
     """A method for momentum is not tried without it."""
     seen = []

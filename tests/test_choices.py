@@ -17,6 +17,7 @@ from fedjax_cfl.cli.settings import resolve_target
 from fedjax_cfl.validation import options_of, read_settings
 
 __all__ = ["build"]
+OFTEN = "fesem", "fielding", "ifca"  # of many settings
 NEEDS_ANOTHER = {"ward"}  # which metric=L2 goes with
 
 
@@ -47,7 +48,7 @@ def list_cases():
     for method in ALGORITHMS:
         together = list(list_together(method)) or [{}]
         for place, chosen in enumerate(together):
-            marks = () if not place and chosen else pytest.mark.nightly
+            marks = () if not place and method in OFTEN else pytest.mark.nightly
             id = "-".join([method, *chosen.values()])
             yield pytest.param(method, chosen, id=id, marks=marks)
         for setting, name in list_other_names(method):
@@ -88,7 +89,7 @@ def list_grid_settings():
             for name, each in known.items():
                 several = each.takes_arrays or (part == "personal" and name != "share")
                 if several and isinstance(given.get(name), float):
-                    marks = () if part == "personal" else pytest.mark.nightly
+                    marks = () if path.stem == "ditto" else pytest.mark.nightly
                     yield pytest.param(part, path.stem, f"{part}.{name}", marks=marks)
 
 

@@ -29,7 +29,7 @@ ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 ABLATIONS = [name for name in ALGORITHMS if name.startswith("fielding_")]
 # one of every kind of method; the rounds of all others have twins or reductions in files of their
 # own
-OFTEN = ["cfl", "fedem", "fesem", "fielding", "flexcfl", "ifca", "scaffold"]
+OFTEN = ["cfl", "fedem", "flexcfl", "ifca"]
 NOT_SLOW = [name for name in ALGORITHMS if name not in ABLATIONS]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ABLATIONS]
 METHODS = others_nightly(NOT_SLOW, OFTEN) + SLOW
@@ -186,7 +186,7 @@ def add_client(data):
     )
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, [*OFTEN, "pacfl", "scaffold"]))
 def test_only_rows_of_clients_grow_with_their_number(name, build):
     """So that new clients are known from the table, and no axis is taken for theirs."""
     algorithm, _, data, _ = build(name)
@@ -296,7 +296,7 @@ def begin_and_go_on(algorithm, key, data):
     return begun, run_round(algorithm, DRIFT, key, *begun, data)[:2]
 
 
-@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ["fielding"]))
+@pytest.mark.parametrize("name", others_nightly(ALGORITHMS, ["ifca"]))
 def test_shapes_stay_in_a_grid_on_a_stream(name, build):
     """One trace for what the three tests below see one by one: the values of all settings that
     a grid or a program can be given, data that move, and a preset.

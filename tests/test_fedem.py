@@ -315,6 +315,7 @@ def test_fedrc_is_fedem_while_label_shares_are_equal(toy, linear, local):
     assert first.round == 0
 
 
+@pytest.mark.nightly
 def test_models_that_begin_alike_have_equal_parts(toy, trained):
     algorithm, (begun, *_) = trained
     same = jax.tree.map(lambda leaf: jnp.stack([leaf[0], leaf[0]]), begun.groups)
@@ -451,6 +452,7 @@ def test_runs_of_a_grid_are_those_alone(toy, linear, local, name):
 # what goes wrong
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fault", [nightly({"dropout": 1.0}), {"nan": 1.0}, nightly({"nan": 1.0, "nonfinite": "zero"})]
 )
@@ -652,6 +654,7 @@ def test_predict_mixes_for_clients_of_the_run_and_others(finished, folder, monke
     assert "client gil has no model in this run, and without y none" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ask", "text"),
     [

@@ -58,7 +58,7 @@ def pulled(model, center, data, batches, lr, lam):
     return model
 
 
-@pytest.mark.parametrize(("m", "width"), [nightly(1, 1), (3, 4)])
+@pytest.mark.parametrize(("m", "width"), [nightly(1, 1), (3, 1), nightly(3, 4)])
 def test_ditto_equals_its_twin(toy, linear, local, m, width):
     pick = select.uniform(COHORT)
     own = with_execution(local, width=width).replace(personal=ditto(lam=LAM))
@@ -124,7 +124,7 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
                 for g in range(2)
             ]
             judged = [model | (template if judge == "template" else {}) for model in groups]
-            losses = [ce(mlp, model, x[held], y[held]) for model in judged]
+            losses = [ce(model, x[held], y[held]) for model in judged]
             g = int(np.argmin(losses))
             assert g == int(after.assignment[client])
             model = groups[g]
@@ -153,9 +153,10 @@ def test_fedper_equals_its_twin(toy, mlp, local, judge):
     jax.tree.map(np.testing.assert_array_equal, states[-1].groups["head"], states[0].groups["head"])
 
 
-def ce(task, model, x, y):
-    """Mean cross-entropy without the penalty."""
-    logits = np.asarray(task.predict(model, x), np.float64)
+def ce(model, x, y):
+    """Mean cross-entropy of the network without the penalty."""
+    hidden = x.astype(np.float64) @ model["hidden_0"]["kernel"] + model["hidden_0"]["bias"]
+    logits = np.maximum(hidden, 0) @ model["head"]["kernel"] + model["head"]["bias"]
     return -np.mean(np.take_along_axis(log_softmax(logits, axis=1), y[:, None], 1))
 
 
@@ -282,12 +283,22 @@ def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
     np.testing.assert_array_equal(expected.assignment, found.assignment)
 
 
-def test_who_is_tested_on_what(toy, mlp, local):
+@pytest.fixture(scope="module")
+def lost(toy, linear, local):
+    """FedAvg with Ditto, whose clients' answers are all lost: (algorithm, clients of round 0, and
+    the state before and after round 0 of any data).
+    """
+    system = cfl.System(select.uniform(COHORT), cfl.Faults(dropout=1.0))
+    algorithm = algorithms.fedavg(linear, local.replace(personal=ditto()), system)
+    ids = system.select.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
+    before, one_round = jax.jit(algorithm.init)(KEY, toy), jax.jit(algorithm.round)
+    return algorithm, ids, lambda data: (before, one_round(KEY, before, data)[0])
+
+
+def test_who_is_tested_on_what(toy, linear, lost):
     """Clients that have not trained use their group's model, others what the method says."""
-    pick = select.uniform(COHORT)
-    algorithm = build(algorithms.fedavg, mlp, local.replace(personal=ditto()), pick)
-    state = play(algorithm, toy, 1)[-1]
-    ids = pick.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
+    algorithm, ids, run = lost
+    state = run(toy)[1]
     trained = [k in ids and SIZES[k] > 0 for k in range(len(SIZES))]
     np.testing.assert_array_equal(kept(state).trained, trained)
     models, index, *_ = used_models(algorithm, state, toy)
@@ -297,41 +308,36 @@ def test_who_is_tested_on_what(toy, mlp, local):
         row = client if has else 0
         for a, b in zip(jax.tree.leaves(models), jax.tree.leaves(source), strict=True):
             np.testing.assert_array_equal(a[client], b[row])
-    mesh, predict = cfl.make_mesh(1), jax.jit(mlp.predict)
-    found, table = at_once(evaluate_all, algorithm, mlp, mesh, state, toy, True)
+    found, table = at_once(evaluate_all, algorithm, linear, cfl.make_mesh(1), state, toy, True)
     x, y, owner = (np.asarray(a) for a in (toy.x, toy.y, toy.owner))
-    for client in range(len(SIZES)):
+    for client, model in enumerate(models_of(models)):
         held = np.asarray(toy.test.order)[int(toy.test.start[client]) :][
             : int(toy.test.size[client])
         ]
         if len(held):
             assert (owner[held] == client).all()
-            model = jax.tree.map(lambda leaf, k=client: leaf[k], models)
-            right = np.argmax(predict(model, x), -1)[held] == y[held]
+            right = np.argmax(x @ model.kernel + model.bias, -1)[held] == y[held]
             np.testing.assert_allclose(table.accuracy[client], right.mean(), rtol=1e-6)
     assert found["groups"] == 1  # groups are those of the method, whatever clients use
 
 
-def test_what_a_client_has_trained_survives_a_lost_answer(toy, linear, local):
-    system = cfl.System(select.uniform(COHORT), cfl.Faults(dropout=1.0))
-    one = local.replace(personal=ditto())
-    before, after = play(algorithms.fedavg(linear, one, system), toy, 1)
+def test_what_a_client_has_trained_survives_a_lost_answer(toy, lost):
+    _, ids, run = lost
+    before, after = run(toy)
     np.testing.assert_array_equal(matrix(before.groups), matrix(after.groups))
     moved = np.any(matrix(kept(before).values) != matrix(kept(after).values), axis=1)
     np.testing.assert_array_equal(moved, kept(after).trained)
-    assert moved.sum() == sum(
-        SIZES[k] > 0
-        for k in system.select.draw(derive_key(KEY, SELECT, 0), 0, np.array(SIZES)).tolist()
-    )
+    assert moved.sum() == sum(SIZES[k] > 0 for k in ids)
 
 
-def test_rows_that_are_not_finite_are_not_kept(toy, linear, local):
-    bad = toy.replace(x=toy.x.at[toy.train.order[toy.train.start[1]]].set(np.nan))
-    one = local.replace(personal=ditto())
-    _, after = play(algorithms.fedavg(linear, one, select.full_participation()), bad, 1)
+def test_rows_that_are_not_finite_are_not_kept(toy, lost):
+    _, ids, run = lost
+    first, second = [k for k in ids if SIZES[k] > 0][:2]
+    bad = toy.replace(x=toy.x.at[toy.train.order[toy.train.start[first]]].set(np.nan))
+    _, after = run(bad)
     assert np.isfinite(matrix(kept(after).values)).all()
-    assert not kept(after).trained[1]
-    assert kept(after).trained[0]
+    assert not kept(after).trained[first]
+    assert kept(after).trained[second]
 
 
 @pytest.mark.nightly
