@@ -237,7 +237,7 @@ def idle(task, local, pick):
     return federated(task, local, pick, meet)
 
 
-@pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), ("met", 2), nightly("none", 0)])
+@pytest.mark.parametrize(("rule", "hidden"), [("rounds", 3), nightly("met", 2), nightly("none", 0)])
 def test_discard_rule(toy, linear, local, rule, hidden):
     """13 clients by 5: rounds 0, 1 and 2 begin with somebody not met, rounds 0 and 1 end so. The
     model is that of the client without training samples as well.

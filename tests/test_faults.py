@@ -207,6 +207,7 @@ def test_chances_that_never_come_true_change_no_bit(linear, local, toy):
 # what failing does
 
 
+@pytest.mark.nightly
 def test_dropping_out_is_weight_zero(linear, local, toy):
     round, chance = 2, 0.4
 
@@ -264,7 +265,7 @@ def test_screening_by_hand():
     np.testing.assert_array_equal(skipped.weight, [1, 0, 0, 0])
     np.testing.assert_array_equal(bad, [False, True, True, False])
     np.testing.assert_array_equal(leaf, [-1, 0, 1, -1])
-    zeroed, *_ = faults.guard_nonfinite("zero", upload)
+    zeroed, *_ = at_once(faults.guard_nonfinite, "zero", upload)
     np.testing.assert_array_equal(rows(zeroed), [[1, 2, 3], [0, 5, 6], [7, 0, 9], [1, 1, 1]])
     np.testing.assert_array_equal(zeroed.weight, upload.weight)
 
@@ -384,6 +385,7 @@ def test_a_zeroed_update_keeps_its_weight(linear, local, toy):
     chex.assert_tree_all_finite(state)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("width", [nightly(1), 7])
 def test_raise_names_round_client_and_layer(width, linear, local, toy):
     """The first client by selection, whatever the slots."""
@@ -608,7 +610,7 @@ def test_a_client_with_huge_inputs_spoils_nothing_anywhere(name, linear, local, 
         assert infos.clients.tolist() == [REAL - 1] * ROUNDS
 
 
-@pytest.mark.parametrize("scale", [nightly(1e10), nightly(1e15), 1e30])
+@pytest.mark.parametrize("scale", [nightly(1e10), nightly(1e15), nightly(1e30)])
 def test_a_huge_loss_to_a_high_power_spoils_nothing(scale, linear, local, toy):
     """A client's update may be finite where the power of its loss is not."""
     client = (toy.owner == 5)[:, None]

@@ -231,6 +231,7 @@ def test_migration_changes_nothing(toy, linear, local):
     )
 
 
+@pytest.mark.nightly
 def test_migration_of_the_selected_follows_centers(linear, local):
     """Where only the selected look for a center, a client whose data shifted moves, if it does, to
     the center nearest to its stored model, for nothing.
@@ -337,6 +338,7 @@ def test_stored_mean_by_hand():
     assert kept.known.tolist() == stored.known.tolist()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["fesem", "fesem_ma"])
 def test_starts_are_billed_alike_on_any_devices(name, toy, mlp, local):
     """Of several devices there are more slots than clients."""

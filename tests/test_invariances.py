@@ -325,6 +325,7 @@ def test_uploads_belong_to_the_client_and_not_the_slot(everyone, toy):
     )
 
 
+@pytest.mark.nightly
 def test_a_round_without_data_keeps_the_model(toy, mlp, local):
     algorithm = fedavgm(
         mlp, local, select.from_table(np.array([[0, 1, 4], [2, 2, 2]])), momentum=0.9
