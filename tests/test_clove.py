@@ -190,6 +190,7 @@ def turned():
     return cfl.federate(pool, cfl.partition.iid(pool, clients=20, seed=0), cfl.concept.rotate)
 
 
+@pytest.mark.nightly
 def test_four_rotations_of_digits_are_found(turned, local):
     task = cfl.as_task(cfl.models.MCLR(10), (8, 8), 10)
     state, _ = play(clove(task, local, EVERYBODY, m=4), turned, 4)

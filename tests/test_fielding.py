@@ -241,6 +241,7 @@ def test_a_drift_event_by_hand(toy, drifting, linear, local):
         assert spent(before, after).words_up == 4 * 3  # C words of each drifted client
 
 
+@pytest.mark.nightly
 def test_ablations(drifting, linear, local):
     steps = [
         drifting([]),

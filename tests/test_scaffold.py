@@ -114,7 +114,10 @@ def close(found, expected, atol=3e-5):
         np.testing.assert_allclose(a.flat(), b.flat(), atol=atol)
 
 
-@pytest.mark.parametrize(("m", "width", "momentum"), [nightly(1, 4, 0.0), nightly(1, 1, 0.5), (3, 4, 0.0)])
+@pytest.mark.parametrize(
+    ("m", "width", "momentum"),
+    [nightly(1, 4, 0.0), nightly(1, 1, 0.5), nightly(3, 4, 0.0), (3, 1, 0.5)],
+)
 def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     """One model for all, and IFCA, whose clients move."""
     pick, rounds = select.uniform(COHORT), 3 if m == 1 else 6

@@ -5,7 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
-from conftest import lasting_rows
+from conftest import lasting_rows, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import launch
@@ -33,9 +33,9 @@ def compiled(monkeypatch) -> list:
 @pytest.mark.parametrize(
     ("settings", "values", "compiles"),
     [
-        ("algorithm=flexcfl algorithm.m=2", "algorithm.eta_g=0.1,0.4,0.7", 1),
+        nightly("algorithm=flexcfl algorithm.m=2", "algorithm.eta_g=0.1,0.4,0.7", 1),
         # the first seed as it is, and once more with room for the others
-        ("algorithm=fesem algorithm.m=2 drift=swap_all drift.p=0.3", "seed=0,1,2", 2),
+        nightly("algorithm=fesem algorithm.m=2 drift=swap_all drift.p=0.3", "seed=0,1,2", 2),
         ("algorithm=ifca algorithm.m=2 personal=ditto", "local.lr=0.1,0.2", 1),
     ],
 )
@@ -56,7 +56,10 @@ def test_runs_of_a_sweep_share_programs_and_are_the_runs_alone(
     assert last["programs"] == last["programs_from_cache"] == 3
 
 
-@pytest.mark.parametrize("change", ["clients_per_round=4,5", "local.epochs=1,2", "algorithm.m=2,3"])
+CHANGES = [nightly("clients_per_round=4,5"), nightly("local.epochs=1,2"), "algorithm.m=2,3"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_runs_of_other_shapes_or_code_do_not(change, fedjax_cfl, compiled):
     name = change.partition("=")[0]
     words = f"{SMALL} algorithm=ifca algorithm.m=2".split()
@@ -79,6 +82,7 @@ def test_seeds_go_on_where_they_stopped(fedjax_cfl, compiled):
     assert lasting_rows("series/3") == lasting_rows("alone")
 
 
+@pytest.mark.nightly
 def test_seeds_of_other_sizes_go_on_with_more_rounds(fedjax_cfl, compiled):
     line = f"{SMALL} algorithm=fesem algorithm.m=2"
     assert fedjax_cfl(f"{line.replace('rounds=3', 'rounds=2')} seeds=3 run_dir=series")[0] == 0
@@ -90,6 +94,7 @@ def test_seeds_of_other_sizes_go_on_with_more_rounds(fedjax_cfl, compiled):
         assert lasting_rows(f"series/{seed}") == lasting_rows(f"alone{seed}")
 
 
+@pytest.mark.nightly
 def test_a_sweep_over_what_is_set_apart_is_the_runs_alone(fedjax_cfl):
     line = f"{SMALL} algorithm=fedavg"
     assert fedjax_cfl(f"-m {line} evaluate.validation=0.3,0 run_dir=sweep")[0] == 0
@@ -161,23 +166,35 @@ def test_padded_data_hold_the_same(toy):
     assert spare.size and (spare == -1).all()
 
 
-def test_runs_of_the_same_objects_share_programs(toy, linear, local, compiled, monkeypatch):
+@pytest.fixture
+def score(toy, linear, local, compiled, monkeypatch):
+    """Returns f(m, seed, data) -> the losses of two rounds of IFCA, and how many of its programs
+    were there.
+    """
     monkeypatch.setattr(program, "OF_OBJECTS", program.Store())
     mesh, select = local.execution.mesh, cfl.select.uniform(6)
-    ifca = cfl.algorithms.ifca(linear, local, select, m=2)
+    ifca = {m: cfl.algorithms.ifca(linear, local, select, m=m) for m in (2, 3)}
 
-    def score(algorithm, data, seed):
+    def run(m, seed, data=toy):
         key = jax.random.key(seed)
-        found = cfl.run(algorithm, linear, data, key, rounds=2, discard="none", mesh=mesh)
+        found = cfl.run(ifca[m], linear, data, key, rounds=2, discard="none", mesh=mesh)
         return [row["train_loss"] for row in found.rows], found.programs["programs_from_cache"]
 
-    first, again, other = score(ifca, toy, 0), score(ifca, toy, 0), score(ifca, toy, 1)
+    return run
+
+
+def test_runs_of_the_same_objects_share_programs(score, compiled):
+    first, again, other = score(2, 0), score(2, 0), score(2, 1)
     assert len(compiled) == 1 and again[1] == other[1] == 3
     assert first[0] == again[0] != other[0]
+    assert score(3, 0)[0] != first[0] and len(compiled) == 2
+
+
+@pytest.mark.nightly
+def test_wider_data_and_settings_of_jax_have_programs_of_their_own(score, compiled, toy):
+    first = score(2, 0)[0]
     wider = jax.tree.map(jax.numpy.asarray, pad_data(toy, widen_room(find_room([toy]))))
-    assert score(ifca, wider, 0)[0] == pytest.approx(first[0], rel=1e-5) and len(compiled) == 2
-    three = cfl.algorithms.ifca(linear, local, select, m=3)
-    assert score(three, toy, 0)[0] != first[0] and len(compiled) == 3
+    assert score(2, 0, wider)[0] == pytest.approx(first, rel=1e-5) and len(compiled) == 2
     with jax.default_matmul_precision("bfloat16"):
-        score(ifca, toy, 0)
-    assert len(compiled) == 4, "what JAX is told to do is in no object"
+        score(2, 0)
+    assert len(compiled) == 3, "what JAX is told to do is in no object"
