@@ -57,7 +57,7 @@ OWN["flux"] = ("algorithm.m=4", "algorithm.warm_up=1")
 FIELDING = ("fielding", "fielding_global", "fielding_individual", "fielding_selected")
 OWN |= dict.fromkeys((*FIELDING, "fielding_static"), ("algorithm.m=4",))
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
-OFTEN = ["fedem", "flexcfl", "ifca"]
+OFTEN = ["fedem", "ifca"]
 
 
 @pytest.fixture(scope="module")
