@@ -55,6 +55,7 @@ def test_a_run_is_compiled_with_these_options(monkeypatch, toy, mlp):
     assert given == [QUICK] * 3  # the start, the rounds, the evaluation
 
 
+@pytest.mark.nightly
 def test_a_cache_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     line = "algorithm=fedavg model=mclr rounds=1 dataset.clients=8 curves=false run_dir="
