@@ -99,7 +99,7 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     assert (sent.units_down, sent.units_up) == (6 * 6 * m, 6 * 6)
 
 
-@pytest.mark.parametrize(("pick", "share"), [(PICK, 6 / 14), nightly(EVERYBODY, 13 / 14)])
+@pytest.mark.parametrize(("pick", "share"), [nightly(PICK, 6 / 14), nightly(EVERYBODY, 13 / 14)])
 def test_without_pull_the_server_goes_farther(toy, linear, local, pick, share):
     """In the first round by the share of clients that have trained: twice as far with all."""
     before, after = models_in_turn(algorithms.feddyn(linear, local, pick, alpha=1e-9), toy)
