@@ -11,31 +11,15 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 # On programs this small compiling takes nearly all the time. Unoptimised it is four times
-# faster, here and in the processes that tests start; what is compiled twice, or was in a session
-# of the last days, is read from a folder beside the tests, and nothing touches the user's own
-# cache.
+# faster, here and in the processes that tests start; what is compiled twice is read from a
+# folder that lives as long as the session, and nothing touches the user's own cache.
 OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 # later versions have only one kind of emitter
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
-DAYS = 3  # that compiled programs are kept
-
-
-def link_programs(folder: Path) -> None:
-    """Makes `folder` the one of compiled programs in this session's cache; old ones go."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*/*"):
-        if path.stat().st_mtime < time.time() - DAYS * 86_400:
-            path.unlink(missing_ok=True)
-    own = Path(os.environ["XDG_CACHE_HOME"]) / "fedjax_cfl"
-    own.mkdir()
-    (own / "compiled").symlink_to(folder)
-
-
 if "PYTEST_XDIST_WORKER" not in os.environ:
     flags = [
         f"--{name}={0 if name.endswith('level') else not on}".lower()
@@ -45,12 +29,9 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     flags.append("--xla_cpu_parallel_codegen_split_count=1")
     os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
-    link_programs(Path(__file__).parents[1] / ".pytest_cache" / "programs")
     # no line of the source at each operation: an eighth of the time of tracing and lowering
     os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
-    # else the name of the folder is part of each program's key
-    os.environ["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] = "none"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
     atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 import jax
