@@ -154,10 +154,8 @@ def test_doctor_names_what_a_run_would_miss_at_its_end(fedjax_cfl, monkeypatch):
     monkeypatch.setattr(doctor, "is_importable", lambda module: module != "pyarrow")
     real = doctor.find_version
     monkeypatch.setattr(doctor, "find_version", lambda name: None if name == "jax" else real(name))
-    rows = {row[0]: row[2] for row in doctor._versions()}
-    assert (rows["pyarrow"], rows["jax"], rows["orbax-checkpoint"]) == ("missing", "note", "ok")
     status, out, _ = fedjax_cfl("doctor")
-    assert status == 1 and "missing: pyarrow" in out
+    assert status == 1 and "missing: pyarrow" in out and "jax: no version known; pip" in out
 
 
 @pytest.mark.parametrize("damaged", [None, ValueError("no version"), KeyError("Version")])

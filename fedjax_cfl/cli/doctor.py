@@ -1,5 +1,5 @@
-"""Says whether the package can run here: versions, devices, where data are looked for
-and what is there.
+"""Says whether the package can run here: versions, devices and data, a line each, which says what
+to do where something is missing.
 """
 
 import argparse
@@ -8,42 +8,18 @@ import importlib.util
 import os
 import platform
 import shutil
-import sys
-
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+from collections.abc import Iterator
 
 from fedjax_cfl.cli.build import use_run_devices
-from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, cache_dir, search_dirs
+from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, search_dirs
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.runs.labels import find_version
 
-# packages that every run needs, some only at its end
-ESSENTIAL = ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "hydra-core", "pyyaml")
-ESSENTIAL += ("orbax-checkpoint", "pyarrow", "matplotlib", "rich")
-MODULES = {"hydra-core": "hydra", "orbax-checkpoint": "orbax.checkpoint", "pyyaml": "yaml"}
-Row = tuple[str, str, str, str]  # what, found, state (ok, note or missing), remedy
-
-
-def _versions() -> list[Row]:
-    own = find_version("fedjax-cfl")
-    rows = [("python", platform.python_version(), "ok", "")]
-    rows.append(
-        ("fedjax_cfl", own, "ok", "")
-        if own
-        else ("fedjax_cfl", "source tree, not installed", "note", "pip install .")
-    )
-    for package in ESSENTIAL:
-        version, remedy = find_version(package), f"pip install {package}"
-        if not is_importable(MODULES.get(package, package)):
-            rows.append((package, "not installed", "missing", remedy))
-        elif version is None:
-            remedy = f"pip install --force-reinstall {package}"
-            rows.append((package, "there, its metadata are not", "note", remedy))
-        else:
-            rows.append((package, version, "ok", ""))
-    return rows
+# packages that every run needs, some only at its end, and the module of each
+PACKAGES = {name: name for name in ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "pyarrow")}
+PACKAGES |= {"matplotlib": "matplotlib", "rich": "rich", "hydra-core": "hydra", "pyyaml": "yaml"}
+PACKAGES |= {"orbax-checkpoint": "orbax.checkpoint", "pandas": "pandas", "pydantic": "pydantic"}
+Line = tuple[str, str, str]  # what; what is here, "" if it is missing; what to do about it
 
 
 def is_importable(module: str) -> bool:
@@ -54,48 +30,49 @@ def is_importable(module: str) -> bool:
         return False
 
 
-def _machine() -> list[Row]:
-    rows = [("platform", platform.platform(), "ok", ""), ("cores", str(os.cpu_count()), "ok", "")]
+def list_versions() -> Iterator[Line]:
+    """Yields a line for Python, for this package and for each that it needs."""
+    yield "python", f"{platform.python_version()} on {platform.platform()}", ""
+    own = find_version("fedjax-cfl")
+    yield "fedjax-cfl", own or "source tree, not installed", "" if own else "pip install ."
+    for package, module in PACKAGES.items():
+        version = find_version(package)
+        if not is_importable(module):
+            yield package, "", f"pip install {package}"
+        elif version is None:
+            yield package, "no version known", f"pip install --force-reinstall {package}"
+        else:
+            yield package, version, ""
+
+
+def describe_devices() -> Line:
+    """Returns the line of the devices that a run gets."""
     try:
         import jax
 
         with contextlib.suppress(InputError):  # JAX has started: it shows what a run here gets
             use_run_devices()
-        devices = [
-            f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()
-        ]
-        backend = jax.default_backend()
+        names = [f"{each.platform}:{each.id} {each.device_kind}" for each in jax.devices()]
     except Exception as error:  # whatever a broken driver or plugin raises is the finding
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return [
-            *rows,
-            ("devices", reason, "missing", "repair JAX's install, or set JAX_PLATFORMS=cpu"),
-        ]
-    idle = (
-        backend == "cpu"
-        and "JAX_PLATFORMS" not in os.environ
-        and shutil.which("nvidia-smi") is not None
-    )
-    remedy = 'JAX does not see the NVIDIA GPU: pip install "jax[cuda12]"' if idle else ""
-    return [*rows, ("devices", ", ".join(devices), "note" if idle else "ok", remedy)]
+        reason = " ".join(str(error).split()) or type(error).__name__
+        return "devices", "", f"{reason}; repair JAX's install, or set JAX_PLATFORMS=cpu"
+    unseen = jax.default_backend() == "cpu" and "JAX_PLATFORMS" not in os.environ
+    unseen = unseen and shutil.which("nvidia-smi") is not None
+    remedy = 'JAX does not see the NVIDIA GPU: pip install "jax[cuda12]"' if unseen else ""
+    return "devices", ", ".join(names), remedy
 
 
-def _data() -> list[Row]:
+def list_data() -> Iterator[Line]:
+    """Yields a line for each folder in which data are looked for."""
     try:
         folders = search_dirs()
     except InputError as error:
-        remedy = f"create it, or correct or unset {DATA_ENV_VAR}"
-        return [("data folders", str(error), "missing", remedy)]
-    rows = []
+        yield "data", "", f"{error}; create it, or correct or unset {DATA_ENV_VAR}"
+        return
     for folder in folders:
-        name = "cache folder" if folder == cache_dir() else f"data folder ({DATA_ENV_VAR})"
-        if not folder.is_dir():
-            rows.append((name, f"{folder}: not here", "note", "made by the first download"))
-            continue
-        there = sorted(path.name for path in folder.iterdir() if path.is_dir())
-        remedy = "" if there else "fedjax-cfl download NAME..., as mnist"
-        rows.append((name, f"{folder}: {', '.join(there) or 'empty'}", "ok", remedy))
-    return rows
+        there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        remedy = "" if there else "fedjax-cfl download NAME, as mnist"
+        yield "data", f"{folder}: {', '.join(there) or 'nothing yet'}", remedy
 
 
 def main(argv: list[str]) -> int:
@@ -103,16 +80,9 @@ def main(argv: list[str]) -> int:
     missing data set is not essential).
     """
     parse_arguments(argparse.ArgumentParser(prog="fedjax-cfl doctor", description=__doc__), argv)
-    rows = [*_versions(), *_machine(), *_data()]
-    table = Table()
-    for heading in ("what", "found", "state", "remedy"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "what")
-    colour = {"ok": "green", "note": "yellow", "missing": "bold red"}
-    for what, found, state, remedy in rows:
-        table.add_row(escape(what), escape(found), f"[{colour[state]}]{state}[/]", escape(remedy))
-    # redirected output has no width of its own
-    console = Console(width=None if sys.stdout.isatty() else 140)
-    console.print(table)
-    missing = [what for what, _, state, _ in rows if state == "missing"]
-    console.print(f"missing: {', '.join(missing)}" if missing else "the package can run here")
+    lines = [*list_versions(), describe_devices(), *list_data()]
+    for what, found, remedy in lines:
+        print(f"{what}: {'; '.join(filter(None, (found or 'missing', remedy)))}")
+    missing = [what for what, found, _ in lines if not found]
+    print(f"missing: {', '.join(missing)}" if missing else "the package can run here")
     return 1 if missing else 0
