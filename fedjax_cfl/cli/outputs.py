@@ -11,56 +11,42 @@ from typing import Any
 from fedjax_cfl.formatting import escape_text
 
 
-class ForgivingOutput(io.RawIOBase):
+class ForgivingOutput(io.FileIO):
     """Writes to a file descriptor until that fails, and nothing from then on."""
 
-    def __init__(self, descriptor: int):
-        self.descriptor = descriptor
-        self.error: OSError | None = None
-
-    def writable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self.descriptor
-
-    def isatty(self) -> bool:
-        return os.isatty(self.descriptor)
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
+        """Returns how many bytes are dealt with: all."""
         if self.error is None:
             try:
-                return os.write(self.descriptor, data)
+                return super().write(data)
             except OSError as error:
                 self.error = error
         return len(data)
 
 
-def open_standard_files() -> None:
-    """Opens those of the first three file descriptors that are closed, so that no file of
-    a run becomes standard output or error.
+def guard_outputs() -> dict[str, ForgivingOutput]:
+    """Replaces sys.stdout and sys.stderr, where they are the process's own, by ones that never
+    fail; returns what they write to by name. Those that are closed are opened, with stdin, so that
+    no file of a run becomes one of them.
     """
+    guarded = {}
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))
-
-
-def guard_outputs() -> dict[str, ForgivingOutput]:
-    """Replaces sys.stdout and sys.stderr, where they are the process's own, by ones that
-    never fail; returns what they write to by name.
-    """
-    open_standard_files()
-    guarded = {}
-    for name in ("stdout", "stderr"):
         stream, own = getattr(sys, name), getattr(sys, f"__{name}__")
-        if stream is not own and own is not None:
+        if stream is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))
+            stream = getattr(sys, name)
+        elif stream is not own:
             continue  # a test's, or a notebook's
+        if name == "stdin":
+            continue
         stream.flush()
-        guarded[name] = ForgivingOutput(stream.fileno())
+        guarded[name] = ForgivingOutput(descriptor, "w", closefd=False)
         text = io.TextIOWrapper(
             io.BufferedWriter(guarded[name]),
             stream.encoding,
@@ -81,8 +67,7 @@ def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
     lost = guarded["stdout"].error if "stdout" in guarded else None
     if lost is None or isinstance(lost, BrokenPipeError):
         return False
-    print(f"fedjax-cfl: stdout: {lost.strerror}; not all could be printed", file=sys.stderr)
-    sys.stderr.flush()
+    print_error(f"stdout: {lost.strerror}; not all could be printed")
     return True
 
 
