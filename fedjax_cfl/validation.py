@@ -7,14 +7,13 @@ pydantic checks values by it, strictly: True is not 1, and "3" is not 3. The com
 every `_target_` of a configuration by the same annotations, before anything is loaded.
 """
 
-import dataclasses
 import functools
 import inspect
 import math
 import operator
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -103,123 +102,139 @@ def _fit_float32(value: float) -> float:
     return value
 
 
-# how pydantic checks what Python has for single values
-SCALARS: dict[Any, Any] = {
-    bool: Annotated[bool, Field(strict=True, description="true or false")],
-    int: Annotated[int, Field(strict=True, description="a whole number")],
-    float: Annotated[
-        float,
-        Field(strict=True, allow_inf_nan=False, description="a finite number"),
-        AfterValidator(_fit_float32),
-    ],
-    str: Annotated[str, Field(strict=True, description="text")],
-    type(None): None,
+class Kind(NamedTuple):
+    """One kind of values that an annotation allows."""
+
+    schema: Any  # as pydantic checks it
+    words: str  # completes "must be ..."
+    options: tuple[str, ...] = ()  # the values, where they are allowed by name
+    plain: bool = True  # a command line can give them
+
+
+def single(hint: type, words: str, *notes: Any, **options: Any) -> Kind:
+    """Returns what a single value of Python may be, checked strictly."""
+    return Kind(Annotated[(hint, Field(strict=True, **options), *notes)], words)
+
+
+SCALARS = {
+    bool: single(bool, "true or false"),
+    int: single(int, "a whole number"),
+    float: single(float, "a finite number", AfterValidator(_fit_float32), allow_inf_nan=False),
+    str: single(str, "text"),
+    types.NoneType: Kind(None, "null"),
+    list: Kind(list, "a list"),
+    Any: Kind(Any, "anything", plain=False),
 }
-ARRAY = "an array of JAX, or what a program has in place of one"
-UNIONS: Any = (typing.Union, types.UnionType)
 LISTS: Any = (tuple, list, Sequence)
+ARRAY = "an array of JAX"  # or what a program has in place of one
+LOOKED_AT = "jax", "fedjax_cfl", "pathlib"  # packages whose objects are known by their class
 
 
 # reading annotations
 
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What one parameter may be."""
-
-    kind: Any  # the plain values of its annotation, as pydantic checks them, ...: it has none
-    objects: tuple[Any, ...] = ()  # its other members: arrays, functions, classes
-
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether it may be an array of JAX: a program can take it as an input."""
-        # by its module: --help needs the settings, but not JAX
-        return any(str(getattr(each, "__module__", "")).startswith("jax") for each in self.objects)
-
-    @functools.cached_property
-    def adapter(self) -> TypeAdapter:
-        """Returns what checks plain values, made when the first one is checked."""
-        try:
-            return make_adapter(self.kind)
-        except TypeError:  # a note in the annotation of somebody's own cannot be hashed
-            return TypeAdapter(self.kind)
-
-    def check(self, name: str, value: Any) -> Any:
-        """Returns a value as its annotation has it: a tuple for a list, a float for a whole number.
-        Raises InputError, which names the setting, for one that is not allowed.
-        """
-        value = value.item() if _is_numpy_scalar(value) else value
-        plain, allowed = _is_plain(value), list(map(_name_object, self.objects))
-        if self.kind is ...:
-            if not _is_one_of(value, self.objects):
-                raise InputError(f"{name}={show_value(value)}: must be {' or '.join(allowed)}")
-            return value
-        # what an array of a program holds is not known
-        if hasattr(value, "dtype") or (not plain and _is_one_of(value, self.objects)):
-            return value
-        try:
-            return self.adapter.validate_python(value)
-        except ValidationError as error:
-            words = " or ".join([describe(self.kind), *(() if plain else allowed)])
-            near = suggest_nearest(value, map(str, options_of(self.kind))) if plain else ""
-            raise InputError(
-                f"{name}={show_value(value)}: must be {words}{near}{_explain(error)}"
-            ) from None
+def read_kinds(hint: Any) -> list[Kind]:
+    """Returns the kinds of values that an annotation allows: single values strictly, lists item by
+    item, objects by their class alone.
+    """
+    hint = getattr(hint, "__value__", hint)  # of a named alias
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        kinds = [kind for part in parts for kind in read_kinds(part)]
+        whole = SCALARS[int], SCALARS[bool]  # which a float takes as well
+        return [kind for kind in kinds if SCALARS[float] not in kinds or kind not in whole]
+    if origin is Literal:
+        options = tuple(map(str, parts))
+        return [Kind(hint, "one of " * (len(options) > 1) + ", ".join(options), options)]
+    if origin is Annotated:
+        inner = join_kinds(read_kinds(parts[0]))
+        said = [getattr(part, "allowed", getattr(part, "description", None)) for part in parts[1:]]
+        words = next(filter(None, reversed(said)), inner.words)
+        return [inner._replace(schema=Annotated[(inner.schema, *parts[1:])], words=words)]
+    if origin in LISTS:
+        items = [join_kinds(read_kinds(part)) for part in parts if part is not ...]
+        schemas = (*(item.schema for item in items), *(part for part in parts if part is ...))
+        plain = all(item.plain for item in items)
+        return [Kind(origin[schemas], f"a list, each item {items[0].words}", plain=plain)]
+    return [SCALARS[hint] if hint in (*SCALARS,) else read_class(origin or hint)]
 
 
-make_adapter = functools.cache(TypeAdapter)  # many settings share an annotation
+def read_class(hint: Any) -> Kind:
+    """Returns what an object may be: arrays, functions and objects of our classes are known by
+    what they are; of other classes, all but values that a command line can give.
+    """
+    name = getattr(hint, "__name__", str(hint))
+    if hint is Callable or getattr(hint, "_is_protocol", False):
+        rule = Rule("a function", callable)
+    elif not isinstance(hint, type) or not hint.__module__.startswith(LOOKED_AT):
+        rule = Rule(name, lambda value: not is_given(value))
+    elif name.endswith("Array"):
+        rule = Rule(ARRAY, lambda value: hasattr(value, "dtype"))
+    else:
+        rule = Rule(name, lambda value: isinstance(value, hint))
+    return Kind(Annotated[Any, rule], rule.allowed, plain=False)
 
 
-def _is_numpy_scalar(value: Any) -> bool:
-    return isinstance(value, np.generic | np.ndarray) and value.ndim == 0
-
-
-def _is_plain(value: Any) -> bool:
+def is_given(value: Any) -> bool:
     """Returns whether a value is one that a command line can give."""
     plain = isinstance(value, bool | int | float | str | list | tuple | types.NoneType)
     return plain and not hasattr(value, "_fields")
 
 
-def _is_one_of(value: Any, objects: tuple[Any, ...]) -> bool:
-    """Returns whether a value is one of the members of an annotation that are no plain values:
-    an array, a function, an object of a class of ours. What else an annotation says is not looked
-    at, and allows any.
+def join_kinds(kinds: Sequence[Kind]) -> Kind:
+    """Returns several kinds as one."""
+    schema = functools.reduce(operator.or_, [kind.schema for kind in kinds])
+    *first, last = [kind.words for kind in sorted(kinds, key=lambda kind: kind.words != "null")]
+    words = f"{', '.join(first)} or {last}" if first else last
+    options = tuple(option for kind in kinds for option in kind.options)
+    return Kind(schema, words, options, any(kind.plain for kind in kinds if kind.schema))
+
+
+@functools.cache
+def read_settings(function: Callable) -> Mapping[str, list[Kind]]:
+    """Returns what every parameter of a function, or field of a class, may be."""
+    if isinstance(function, type):  # a class of its own says what it takes in __init__
+        function = vars(function).get("__init__", function)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError):  # names that only a type checker sees, or no function at all
+        hints = getattr(function, "__annotations__", {})
+    known = {name: hint for name, hint in hints.items() if not isinstance(hint, str)}
+    return {name: read_kinds(hint) for name, hint in known.items() if name != "return"}
+
+
+# checks
+
+
+make_adapter = functools.cache(TypeAdapter)  # many settings share an annotation
+
+
+def check(name: str, value: Any, kinds: Sequence[Kind]) -> Any:
+    """Returns a value as its annotation has it: a tuple for a list, a float for a whole number.
+    Raises InputError, which names the setting, for one that is not of these kinds.
     """
-    return any(
-        hasattr(value, "dtype") if member is ARRAY else isinstance(value, member)
-        for member in map(_class_of, objects)
-    )
+    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+        value = value.item()
+    kind = join_kinds(kinds)
+    if kind.plain and hasattr(value, "dtype"):
+        return value  # what an array of a program holds is not known
+    try:
+        adapter = make_adapter(kind.schema)
+    except TypeError:  # a note in the annotation of somebody's own cannot be hashed
+        adapter = TypeAdapter(kind.schema)
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        line, near = f"{name}={shorten(value)}", ""
+        if is_given(value):
+            line, near = f"{name}={format_value(value)}", suggest_nearest(str(value), kind.options)
+            kind = join_kinds([each for each in kinds if each.plain]) if kind.plain else kind
+        raise InputError(f"{line}: must be {kind.words}{near}{explain(error)}") from None
 
 
-def _class_of(hint: Any) -> Any:
-    """Returns the class whose objects a member of an annotation allows, `ARRAY` for arrays of JAX,
-    and `object` for what is not looked at.
-    """
-    origin: Any = typing.get_origin(hint) or hint
-    if origin is Callable or getattr(origin, "_is_protocol", False):
-        return Callable
-    looked_at = ("jax", "fedjax_cfl", "pathlib")
-    if not isinstance(origin, type) or not origin.__module__.startswith(looked_at):
-        return origin if origin is types.NoneType else object
-    return ARRAY if origin.__name__.endswith("Array") else origin
-
-
-def _name_object(hint: Any) -> str:
-    named = {types.NoneType: "None", Callable: "a function", ARRAY: "an array"}
-    return named.get(_class_of(hint)) or _class_of(hint).__name__
-
-
-def show_value(value: Any) -> str:
-    """Returns a value as the command line writes it; what it cannot write on one line, not whole
-    if it is long.
-    """
-    return format_value(value) if _is_plain(value) else shorten(value)
-
-
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError) -> str:
     """Returns, in brackets, why a number that looks allowed is not."""
-    for each in error.errors():
-        context = each.get("ctx", {})
+    for context in (each.get("ctx", {}) for each in error.errors()):
         if context.get("le") == INT32_MAX:
             return f" (at most {INT32_MAX}, the largest int32)"
         if "float32" in str(context.get("error", "")):
@@ -227,120 +242,9 @@ def _explain(error: ValidationError) -> str:
     return ""
 
 
-def list_members(hint: Any) -> Iterator[Any]:
-    """Yields the members of an annotation that is a union, or itself."""
-    if (value := getattr(hint, "__value__", None)) is not None:  # a named alias
-        yield from list_members(value)
-    elif typing.get_origin(hint) in UNIONS:
-        for part in typing.get_args(hint):
-            yield from list_members(part)
-    else:
-        yield hint
-
-
-def read_plain(hint: Any) -> Any:
-    """Returns one member of an annotation as pydantic checks plain values by it, ... if it is
-    about other objects.
-    """
-    if isinstance(hint, type) and hint in SCALARS:
-        return SCALARS[hint]
-    origin: Any = typing.get_origin(hint)
-    parts = typing.get_args(hint)
-    if origin is Annotated:
-        inner = read_kind(parts[0])
-        return inner if inner is ... else Annotated[(inner, *parts[1:])]
-    if origin is Literal:
-        return hint
-    if origin in LISTS:
-        inside = tuple(part if part is ... else read_kind(part) for part in parts)
-        objects = inside.count(...) > parts.count(...)
-        return ... if objects or not parts else origin[inside]
-    return ...
-
-
-def read_kind(hint: Any) -> Any:
-    """Returns the plain values of an annotation as pydantic checks them, ... if it has none."""
-    kinds = [kind for kind in map(read_plain, list_members(hint)) if kind is not ...]
-    if SCALARS[float] in kinds:  # which takes whole numbers as well
-        kinds = [kind for kind in kinds if kind not in (SCALARS[int], SCALARS[bool])]
-    if all(kind is None for kind in kinds):
-        return ...
-    return functools.reduce(operator.or_, kinds)
-
-
-def read_setting(hint: Any) -> Setting | None:
-    """Returns what an annotation allows, None if it is not about plain values."""
-    if (kind := read_kind(hint)) is ...:
-        return None
-    return Setting(kind, tuple(part for part in list_members(hint) if read_plain(part) is ...))
-
-
-@functools.cache
-def read_settings(function: Callable) -> Mapping[str, Setting]:
-    """Returns what every parameter of a function, or field of a class, may be whose annotation
-    is about plain values.
-    """
-    found = {name: read_setting(hint) for name, hint in _read_hints(function).items()}
-    return {name: setting for name, setting in found.items() if setting}
-
-
-@functools.cache
-def _read_objects(function: Callable) -> Mapping[str, Setting]:
-    """Returns what every parameter may be whose annotation has no plain values but None."""
-    members = {name: tuple(list_members(hint)) for name, hint in _read_hints(function).items()}
-    return {
-        name: Setting(..., parts)
-        for name, parts in members.items()
-        if all(read_plain(each) in (..., None) for each in parts)
-    }
-
-
-def _read_hints(function: Callable) -> dict[str, Any]:
-    if isinstance(function, type):  # a class of its own says what it takes in __init__
-        function = vars(function).get("__init__", function)
-    try:
-        hints = typing.get_type_hints(function, include_extras=True)
-    except (NameError, TypeError):  # names that only a type checker sees, or no function at all
-        hints = getattr(function, "__annotations__", {})
-    return {name: hint for name, hint in hints.items() if name != "return"}
-
-
-# words
-
-
-def describe(kind: Any) -> str:
-    """Returns what is allowed in words that complete "must be ..."."""
-    origin, parts = typing.get_origin(kind), typing.get_args(kind)
-    if kind in (None, types.NoneType):
-        return "null"
-    if origin is Annotated:
-        said = [getattr(part, "allowed", getattr(part, "description", None)) for part in parts[1:]]
-        return next(filter(None, reversed(said)), "") or describe(parts[0])
-    if origin is Literal:
-        return "one of " * (len(parts) > 1) + ", ".join(map(str, parts))
-    if origin in UNIONS:
-        parts = sorted(parts, key=lambda kind: kind is not types.NoneType)
-        *first, last = " or ".join(map(describe, parts)).split(" or ")
-        return f"{', '.join(first)} or {last}" if first else last
-    return f"a list, each item {describe(parts[0])}"
-
-
-def options_of(kind: Any) -> list[Any]:
-    """Returns the values that are allowed by name."""
-    parts = typing.get_args(kind)
-    if typing.get_origin(kind) is Literal:
-        return list(parts)
-    unions = typing.get_origin(kind) in UNIONS
-    return [option for part in parts for option in options_of(part)] if unions else []
-
-
-# checks
-
-
 def check_value(name: str, value: Any, hint: Any) -> Any:
     """Returns a value as an annotation has it. Raises InputError for one that it does not allow."""
-    setting = read_setting(hint)
-    return value if setting is None else setting.check(name, value)
+    return check(name, value, read_kinds(hint))
 
 
 def check_settings(
@@ -351,11 +255,11 @@ def check_settings(
 
     `prefix` is what the message calls the owner: `m` of "algorithm" is algorithm.m.
     """
-    checked = dict(values)
-    for name, setting in {**read_settings(function), **_read_objects(function)}.items():
-        if name in values:
-            checked[name] = setting.check(f"{prefix}.{name}" if prefix else name, values[name])
-    return checked
+    kinds = read_settings(function)
+    return {
+        name: check(f"{prefix}.{name}".lstrip("."), value, kinds[name]) if name in kinds else value
+        for name, value in values.items()
+    }
 
 
 def checked(prefix: str = "") -> Callable[[Function], Function]:

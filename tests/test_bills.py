@@ -8,7 +8,6 @@ Sizes are multiples of a mini-batch, so that a step is as many samples as it is 
 from functools import partial
 from types import SimpleNamespace
 
-import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,7 @@ from counting import Watch, count_round, count_work, watch_bills, watch_programs
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.clustering import measure as measures
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, device_profiles
 from fedjax_cfl.system.reports import count_to_int
@@ -111,8 +110,7 @@ def play(source, monkeypatch):
     def run(*given, factory=None, change=lambda state: state):
         watch_programs(watch, monkeypatch, server_tests="algorithm=md_icfl" in given)
         settings = [f"{name}={value}" for name, value in SETTINGS.items()]
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            config = check_overrides([*settings, f"dataset.source.path={source}", *given])
+        config = resolve_settings([*settings, f"dataset.source.path={source}", *given])
         setup, _ = parts.build(config)
         task, data = watch_task(setup.task, watch), setup.data
         local = parts.build_local(config, task, data, setup.mesh)

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, one_line
+from conftest import call
 from test_tune import SIZES, TESTS, make_holdings
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import trials
-from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.federated import gather, take_clients
 from fedjax_cfl.data.perturb import share_samples
@@ -197,19 +196,3 @@ def test_runs_of_one_program_choose_each_its_own_round(runs, monkeypatch):
                 [row[key] for row in alone.rows]
             )
         assert member.table["accuracy"] == pytest.approx(alone.table["accuracy"])
-
-
-@pytest.mark.parametrize(
-    ("settings", "says"),
-    [
-        ("evaluate.choose=best_validation", "needs evaluate.validation=0.2"),
-        ("evaluate.patience=2", "evaluate.patience=2: needs evaluate.validation=0.2"),
-        ("evaluate.patience=-1", "evaluate.patience=-1: must be a whole number"),
-        ("evaluate.choose=best_validation {} drift=swap_all", "needs drift=none"),
-        ("evaluate.choose=best_validation {} resident=host", "needs resident=device"),
-        ("evaluate.choose=best_validation {} evaluate.finetune=1", "needs evaluate.finetune=0"),
-    ],
-)
-def test_choices_that_cannot_be_made_are_refused(settings, says, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # the tests chose already
-    one_line(says, assemble, settings.format("evaluate.validation=0.2").split())

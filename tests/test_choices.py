@@ -14,7 +14,7 @@ from test_contract import ALGORITHMS, build
 
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.settings import resolve_target
-from fedjax_cfl.validation import options_of, read_settings
+from fedjax_cfl.validation import ARRAY, join_kinds, read_settings
 
 __all__ = ["build"]
 OFTEN = "fesem", "fielding", "ifca"  # of many settings
@@ -27,7 +27,7 @@ def list_other_names(method):
     if "_target_" not in given:  # settings of another method
         return
     for setting, allowed in read_settings(resolve_target("algorithm", given["_target_"])).items():
-        for name in options_of(allowed.kind):
+        for name in join_kinds(allowed).options:
             if setting in given and name not in {given[setting], *NEEDS_ANOTHER}:
                 yield setting, name
 
@@ -87,7 +87,8 @@ def list_grid_settings():
             target = given.get("_target_")
             known = read_settings(resolve_target(part, target)) if target else {}
             for name, each in known.items():
-                several = each.takes_arrays or (part == "personal" and name != "share")
+                arrays = any(kind.words == ARRAY for kind in each)
+                several = arrays or (part == "personal" and name != "share")
                 if several and isinstance(given.get(name), float):
                     marks = () if path.stem == "ditto" else pytest.mark.nightly
                     yield pytest.param(part, path.stem, f"{part}.{name}", marks=marks)

@@ -4,15 +4,13 @@ published numbers, and rows that are the mean of others.
 
 import json
 
-import hydra
 import numpy as np
 import pytest
 from conftest import one_line
 from papers import cells, report
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.data import concept, graded
 from fedjax_cfl.data.partition import class_groups
 
@@ -45,8 +43,7 @@ def deal(**given):
 def compose(row):
     """Returns the settings of a row of CLoVE's table."""
     given = cells.load_table("clove_table")["rows"][row]["overrides"]
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return check_overrides(["experiment=clove_table", *given, "algorithm=clove"])
+    return resolve_settings(["experiment=clove_table", *given, "algorithm=clove"])
 
 
 def make_partition(config, **other):

@@ -3,21 +3,25 @@ choice composes.
 """
 
 import os
+import shlex
 import subprocess
 import sys
 
 import hydra
 import numpy as np
 import pytest
-from conftest import nightly, others_nightly
+from conftest import nightly, others_nightly, refusal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
+from fedjax_cfl.cli import sweep
+from fedjax_cfl.cli.build import build
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.names import compose_options
-from fedjax_cfl.cli.overrides import check_overrides, compose_checked
+from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
+from fedjax_cfl.cli.names import read_line
+from fedjax_cfl.cli.settings import resolve_settings
 
-# what is typed -> words of the one line that answers
+# what is typed -> words of the one line that answers, from the composed configuration
 REFUSED = {
     # names
     "algorithm=flexcf": "algorithm=flexcf unknown 'flexcfl'",
@@ -40,10 +44,24 @@ REFUSED = {
     "dataset.source.pat=x dataset=npz": "dataset.source.pat=x 'dataset.source.path'",
     "+rounds=3": "rounds",
     "clock.path=x.csv": "clock.path=x.csv: clock, no settings",
-    "report {files}/taken -o {files}/taken": "taken: folder",
     "+local.lrr=3": "+local.lrr=3: unknown 'local.lr'",
     "++ronds=3": "++ronds=3: unknown 'rounds'",
     "+algoritm.gain=3": "+algoritm.gain=3: unknown",
+    "q.w=1": "q.w=1: --help",
+    "~rounds": "~rounds: is needed rounds=VALUE",
+    "~local": "~local: is needed",
+    "~algorithm._target_": "~algorithm._target_: is needed",
+    "~algorithm.name": "~algorithm.name: is needed",
+    "algorithm=fedavg algorithm.m=3": "algorithm.m=3: no groups dataset.groups=3",
+    "personal=[ditto,dito]": "personal=dito: 'ditto'",
+    "personal=[ditto,ditto]": "ditto twice",
+    "-m personal=[ditto,dito],apfl": "personal=dito: 'ditto'",
+    "dataset.path=my.csv": "dataset=csv dataset.source.path=my.csv dataset.source.y=COLUMN",
+    "dataset.path=my_folder": "dataset=KIND dataset.source.path=my_folder csv",
+    "dataset.file=my.npz": "dataset=npz dataset.source.path=my.npz",
+    "data=my.csv": "data=my.csv: dataset=csv dataset.source.path=my.csv",
+    "dataset=my.parquet": "dataset=my.parquet: unknown dataset=parquet",
+    "dataset=csv dataset.path=my.csv": "dataset.path=my.csv: 'dataset.source.path'",
     "processes=2 process=1": "processes=2: coordinator",
     "model=mlp model.module.hidden=[0]": "model.module.hidden=[0]: list >= 1",
     "run_dir=ü": "run_dir=ü: unaccented quotes",
@@ -53,6 +71,11 @@ REFUSED = {
     "-x": "-x: no such flag",
     "-m --cfg job": "exclude",
     # kinds
+    "rounds={a:1}": "rounds={'a': 1}: whole number",
+    "local=3": "local=3: is a group local.lr=VALUE",
+    "curves=no_": "curves=no_: true or false",
+    "dataset.lr=fast": "dataset.lr=fast: number > 0",
+    "vectorize=seed": "vectorize=seed: list",
     "rounds=ten": "rounds=ten: whole number",
     "rounds=2.5": "rounds=2.5: whole number",
     "rounds=null": "rounds=null: whole number",
@@ -160,10 +183,8 @@ REFUSED = {
     "~local.lr": "local.lr",
     # where a run goes
     "run_dir=": "run_dir=: directory",
-    "run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
     "run_dir={files}/taken": "taken: not empty",
     "run_dir={files}/text.npz": "text.npz: not a directory",
-    "run_dir={files}/text.npz/inside": "inside: cannot",
     "-m seed=0,1 run_dir={files}/taken": "taken: not empty",
     "-m seed=0,1 run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
     # data
@@ -203,6 +224,22 @@ REFUSED = {
     "dataset=mnist offline=true": "mnist (offline): not found",
     "dataset=femnist offline=true": "femnist (offline): not found",
     # what does not fit together
+    "evaluate.new_clients=0.2 drift=swap_all": "evaluate.new_clients=0.2: needs drift=none",
+    "evaluate.finetune=1 resident=host": "evaluate.finetune=1: needs resident=device",
+    "evaluate.new_clients=1": "evaluate.new_clients=1: from 0 to below 1",
+    "evaluate.choose=best_validation": "evaluate.choose=best_validation: evaluate.validation=0.2",
+    "evaluate.patience=2": "evaluate.patience=2: needs evaluate.validation=0.2",
+    "evaluate.patience=-1": "evaluate.patience=-1: whole number",
+    "evaluate.choose=best_validation evaluate.validation=0.2 drift=swap_all": "needs drift=none",
+    "evaluate.choose=best_validation evaluate.validation=0.2 resident=host": "resident=device",
+    "evaluate.choose=best_validation evaluate.validation=0.2 evaluate.finetune=1": (
+        "evaluate.choose=best_validation: evaluate.finetune=0"
+    ),
+    "dataset.standardize=client drift=swap_all": "dataset.standardize=client: drift=none pool",
+    "dataset.standardize=pool resident=host algorithm=fedavg": "use resident=device",
+    "preset=ref algorithm=fesem algorithm.estep=some": "algorithm.estep=some: must be",
+    "preset=ref algorithm=ifca algorithm.measure=some": "algorithm.measure=some: must be",
+    "logger=[tensorboard,wanb]": "logger=wanb: 'wandb'",
     "model=mnist_cnn dataset=synthetic": "model=mnist_cnn (60,)",
     "partition.test_fraction=0": "no client holds a test sample",
     "model=gru dataset=synthetic": "model=gru (60,)",
@@ -267,6 +304,47 @@ def files(tmp_path_factory):
     return folder
 
 
+# What a file may not hold is said by the reader, whose own tests go through it: one line in four.
+OFTEN = [line for place, line in enumerate(REFUSED) if "path={files}" not in line or not place % 4]
+
+
+def answer(line: str) -> None:
+    """Checks a command line, and builds its run, as the command does before it trains."""
+    _, given = parse_flags(shlex.split(line))
+    with open_hydra():
+        asked = read_line(given.overrides, given.multirun, COMMANDS)
+    sweep.check_line(asked)
+    if given.multirun:
+        sweep.begin_sweep(asked)
+    else:
+        sweep.check_folders(asked.configs[0])
+    build(asked.configs[0])
+
+
+@pytest.mark.parametrize("line", others_nightly(REFUSED, OFTEN))
+def test_bad_input_is_refused_in_one_line(line, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
+    error = refusal(answer, line.replace("{files}", str(files)))
+    assert not [word for word in REFUSED[line].split() if word not in error], error
+    assert not list(tmp_path.iterdir())
+    assert [path.name for path in (files / "taken").iterdir()] == ["keep.txt"]
+
+
+# of each kind one, and what only the command itself says
+ANSWERED = {
+    "round=3": "round=3: unknown setting (did you mean 'rounds'?)",
+    "rounds=ten": "rounds=ten: must be a whole number >= 1",
+    "seeds=2 algorithm.m=61": "algorithm.m=61: must be at most 60",
+    "-m seed=0,1 dataset=npz dataset.source.path=none.npz": "none.npz: file cannot be read",
+    "run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
+    "-m seed=0,1 run_dir=/proc/no/such": "run_dir=/proc/no/such: cannot be made",
+    "run_dir={files}/text.npz/inside": "inside: cannot",
+    "report {files}/taken -o {files}/taken": "taken: is a folder",
+}
+
+
 def one_line(error: str) -> None:
     """Asserts that what went to stderr is one line of our own."""
     assert error.startswith("fedjax-cfl: ") and error.count("\n") == 1 and error.endswith("\n"), (
@@ -274,19 +352,33 @@ def one_line(error: str) -> None:
     )
 
 
-# What a file may not hold is said by the reader, whose own tests go through it: one line in four.
-OFTEN = [line for place, line in enumerate(REFUSED) if "path={files}" not in line or not place % 4]
-
-
-@pytest.mark.parametrize("line", others_nightly(REFUSED, OFTEN))
-def test_bad_input_is_refused_in_one_line(line, fedjax_cfl, files, tmp_path):
+@pytest.mark.parametrize("line", ANSWERED)
+def test_the_command_prints_one_line_and_writes_nothing(line, fedjax_cfl, files, tmp_path):
     status, _, error = fedjax_cfl(line.replace("{files}", str(files)))
-    assert status == 2
+    assert status == 2 and ANSWERED[line] in error
     one_line(error)
-    missing = [word for word in REFUSED[line].split() if word not in error]
-    assert not missing, error
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert [path.name for path in (files / "taken").iterdir()] == ["keep.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("JAX_DISABLE_JIT", "maybe"),
+        nightly("JAX_DEBUG_NANS", "perhaps"),
+        nightly("JAX_PLATFORMS", "quantum"),
+    ],
+)
+def test_variables_that_jax_cannot_read_are_one_line(name, value, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "fedjax_cfl", "rounds=1"],
+        cwd=tmp_path,
+        env=os.environ | {name: value},
+        capture_output=True,
+        text=True,
+    )
+    one_line(done.stderr)
+    assert done.returncode == 2 and f"{name}={value}: JAX cannot use it: " in done.stderr
 
 
 @pytest.mark.parametrize("line", ["dataset=mnist", "dataset=femnist"])
@@ -332,30 +424,21 @@ def compositions(monkeypatch):
 
 
 def test_hydra_composes_a_run_once(fedjax_cfl, compositions):
-    compose_options.cache_clear()
     line = "algorithm=ifca dataset.clients=12 algorithm.m=2 local.lr=0.1 rounds=2 seed=3"
     assert fedjax_cfl(line)[0] == 0
     assert len(compositions) == 1
 
 
-def test_a_value_that_changes_no_option_composes_nothing(compositions):
-    compose_options.cache_clear()
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        for line in ("algorithm=ifca", "algorithm=ifca local.lr=0.1", "algorithm=ifca seed=4"):
-            check_overrides(line.split())
-        assert len(compositions) == 1
-        check_overrides(["algorithm=fedavg"])
-        assert len(compositions) == 2
-
-
-@pytest.mark.parametrize(
-    "line", ["", "dataset=npz dataset.source.path=x.npz algorithm.m=2 local={lr:0.2} vectorize=[]"]
-)
-def test_values_are_set_as_hydra_sets_them(line):
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = hydra.compose("config", line.split())
-        own = compose_checked(line.split())[0]
-        assert OmegaConf.masked_copy(own, list(config)) == config
+def test_a_sweep_over_lists_of_layers_is_one_over_options():
+    with open_hydra():
+        line = read_line(["personal=[scaffold, 'ditto'],apfl", "seed=0,1"], True, ())
+        assert line.overrides == ["personal=scaffold+ditto,apfl", "seed=0,1"]
+        assert [list(config["personal"]) for config in line.configs][::2] == [
+            ["scaffold", "ditto"]
+        ] * 2
+        assert line.configs[1]["personal"]["_target_"] == "fedjax_cfl.personal.apfl"
+        line = read_line(["personal=[scaffold,ditto]", "personal.ditto.lam=3"], False, ())
+        assert line.configs[0]["personal"]["ditto"]["lam"] == 3
 
 
 @pytest.fixture(scope="module")
@@ -363,9 +446,9 @@ def composed():
     """Returns f(line) -> (resolved configuration, chosen options), as a run would see them."""
 
     def compose(line: str, checked: bool = True):
-        with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-            if checked:
-                check_overrides(line.split())
+        if checked:
+            resolve_settings(line.split())
+        with open_hydra():
             config = hydra.compose("config", line.split(), return_hydra_config=True)
             chosen = config.hydra.runtime.choices
             return (

@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import chex
-import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ from omegaconf import OmegaConf
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.data import stream
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.check import Trial, find_broken_rules, in_any_order, try_rounds
@@ -125,7 +124,7 @@ def build(toy_pool, tmp_path_factory):
     @functools.cache
     def build(algorithm, preset="clean", members=False, given=()):
         named = f"algorithm={algorithm}", f"preset={preset}"
-        resolved = check_overrides([*settings, *named, *given])
+        resolved = resolve_settings([*settings, *named, *given])
         assert resolved["algorithm"]["name"] == algorithm
         setup, local = parts.build(resolved)
         algorithm, task, data, _, mesh, _ = setup
@@ -135,10 +134,7 @@ def build(toy_pool, tmp_path_factory):
             algorithm = make, parts.find_inputs(resolved, setup, local).values
         return algorithm, task, data, mesh
 
-    with (
-        hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)),
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parts, "instantiate_target", make_in_any_order)
         patch.setattr(parts, "use_cpu_cores", lambda count=None: None)  # JAX has started long ago
         yield build

@@ -5,7 +5,6 @@ through a method is what the compiled round computes.
 import copy
 from pathlib import Path
 
-import hydra
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +12,7 @@ import pytest
 
 from fedjax_cfl.cli import build as parts
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 
 ALGORITHMS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
 SETTINGS = {
@@ -52,11 +51,10 @@ def test_a_python_loop_computes_what_the_compiled_round_does(name, source, monke
     monkeypatch.setattr("fedjax_cfl.cli.build.use_cpu_cores", lambda count=None: None)
     given = [f"{setting}={value}" for setting, value in SETTINGS.items()]
     given += [f"dataset.source.path={source}", f"algorithm={name}"]
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        known = check_overrides(given)["algorithm"]
-        shorter = SHORTER.get(name, SHORTER["default"])
-        shorter += ("algorithm.pretrain=iters:2",) if "pretrain" in known else ()
-        config = check_overrides([*given, *shorter])
+    known = resolve_settings(given)["algorithm"]
+    shorter = SHORTER.get(name, SHORTER["default"])
+    shorter += ("algorithm.pretrain=iters:2",) if "pretrain" in known else ()
+    config = resolve_settings([*given, *shorter])
     (setup, _), key = parts.build(config), jax.random.key(0)
 
     def play(executor: str):

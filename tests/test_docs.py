@@ -17,8 +17,8 @@ from conftest import call, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
-from fedjax_cfl.cli.names import check_names
-from fedjax_cfl.cli.overrides import precheck
+from fedjax_cfl.cli.names import read_line
+from fedjax_cfl.cli.sweep import check_folders, check_line
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.system.devices import fedscale_clock
 
@@ -129,7 +129,10 @@ def test_commands_are_allowed(page, line, tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, module, raising=False)
     _, given = parse_flags(absolute)
     with open_hydra():
-        precheck(given, *check_names(given, COMMANDS))
+        asked = read_line(given.overrides, given.multirun, COMMANDS)
+        check_line(asked)
+        if not given.multirun:
+            check_folders(asked.configs[0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -1,6 +1,5 @@
 """conf/experiment: every published table composes, is whole and has the papers' numbers."""
 
-import hydra
 import numpy as np
 import pytest
 from conftest import others_nightly
@@ -8,7 +7,7 @@ from papers import cells
 from scipy.stats import wasserstein_distance
 
 from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.clustering.migrate import counts_as_samples
 
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
@@ -30,11 +29,10 @@ def test_experiments_compose(name):
         if not seen.issuperset(overrides):
             asked.append(overrides)
             seen.update(overrides)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        for overrides in asked:
-            config = check_overrides([f"experiment={name}", *overrides])
-            # a run carries settings, and no published numbers
-            assert not config.get("paper") and node["title"] not in str(config)
+    for overrides in asked:
+        config = resolve_settings([f"experiment={name}", *overrides])
+        # a run carries settings, and no published numbers
+        assert not config.get("paper") and node["title"] not in str(config)
 
 
 def test_every_experiment_has_its_table():
@@ -86,17 +84,15 @@ def test_published_numbers(name, row, column, value):
 def test_fashion_mnist_has_its_official_split(name):
     rows = [e for r, e in cells.load_table(name)["rows"].items() if r.startswith("FashionMNIST")]
     assert rows
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        for entry in rows:
-            config = check_overrides([f"experiment={name}", *entry["overrides"]])
-            assert config["dataset"]["source"]["split"] == "official"
-            assert config["partition"]["_target_"].endswith(".ditto")  # which needs it
+    for entry in rows:
+        config = resolve_settings([f"experiment={name}", *entry["overrides"]])
+        assert config["dataset"]["source"]["split"] == "official"
+        assert config["partition"]["_target_"].endswith(".ditto")  # which needs it
 
 
 def test_the_papers_preset_detects_by_eq_9():
     """tau = 0.2 n / C is in samples: only counts taken as samples have that unit."""
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        config = check_overrides(["preset=paper", "algorithm=flexcfl"])
+    config = resolve_settings(["preset=paper", "algorithm=flexcfl"])
     assert "counts_as_samples" in str(config["algorithm"]["detector"])
     counts, reference = np.array([[9, 0, 3], [6, 3, 3]]), np.array([[6, 3, 3], [6, 3, 3]])
     size = counts.sum(axis=1)
@@ -112,9 +108,8 @@ def test_the_papers_preset_detects_by_eq_9():
 def test_no_method_of_md_icfl_meets_clients_in_their_order(name):
     """Clients are numbered group by group, so that a round robin would begin with few groups."""
     table = cells.load_table(name)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        for row, entry in table["rows"].items():
-            for column in entry.get("columns", ()) if "runs" not in entry else ():
-                given = [f"experiment={name}", *entry["overrides"], *table["columns"][column]]
-                target = check_overrides(given)["algorithm"]["select"]["_target_"]
-                assert target.endswith((".uniform", ".full_participation")), (row, column)
+    for row, entry in table["rows"].items():
+        for column in entry.get("columns", ()) if "runs" not in entry else ():
+            given = [f"experiment={name}", *entry["overrides"], *table["columns"][column]]
+            target = resolve_settings(given)["algorithm"]["select"]["_target_"]
+            assert target.endswith((".uniform", ".full_participation")), (row, column)

@@ -13,8 +13,7 @@ from papers.figures import choose_across
 from papers.report import collect_records
 
 from fedjax_cfl.analysis.sets import compare_to_baseline, time_to_keep
-from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.overrides import check_overrides
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (
@@ -130,11 +129,10 @@ def test_a_figures_cells_are_those_of_its_table(name):
 
 
 def test_presets_of_the_local_solver():
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        plain, scale, clean = (
-            check_overrides(["algorithm=fielding", *asked])
-            for asked in (["preset=plain"], ["preset=fedscale"], [])
-        )
+    plain, scale, clean = (
+        resolve_settings(["algorithm=fielding", *asked])
+        for asked in (["preset=plain"], ["preset=fedscale"], [])
+    )
     assert plain["local"] == clean["local"] and plain["schedule"] == clean["schedule"] == {}
     assert clean["algorithm"] == plain["algorithm"] and plain["algorithm"]["mu"] == 0.01
     assert (scale["local"]["momentum"], scale["local"]["weight_decay"]) == (0.9, 5e-4)

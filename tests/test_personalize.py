@@ -141,19 +141,6 @@ def test_new_clients_join_by_the_rule_of_the_method(method, tmp_path, monkeypatc
     assert pairs <= old and len(old) == 2
 
 
-@pytest.mark.parametrize(
-    ("extra", "said"),
-    [
-        ("evaluate.new_clients=0.2 drift=swap_all", "evaluate.new_clients=0.2: needs drift=none"),
-        ("evaluate.finetune=1 resident=host", "evaluate.finetune=1: needs resident=device"),
-        ("evaluate.new_clients=1", "evaluate.new_clients=1: must be"),
-    ],
-)
-def test_what_cannot_be_measured_is_refused(extra, said, fedjax_cfl):
-    status, _, error = fedjax_cfl(f"{LINE} rounds=1 {extra}")
-    assert status == 2 and said in error and error.count("\n") == 1
-
-
 def warm_start(task, local, system):
     """Clusters every client at the start; later ones join by the loss of the models."""
 

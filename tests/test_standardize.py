@@ -12,7 +12,6 @@ from conftest import CLASSES, SIZES, call, one_line
 from scipy.special import softmax
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.build import build, resolve_settings
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
@@ -189,18 +188,6 @@ def test_features_of_unlike_scales_get_a_hint(toy):
     assert describe_scales(wide, "pool") is None and describe_scales(toy, "none") is None
     images = wide.replace(x=wide.x.reshape(-1, 5, 1))
     assert describe_scales(images, "none") is None
-
-
-@pytest.mark.parametrize(
-    ("overrides", "says"),
-    [
-        ("dataset.standardize=client drift=swap_all", "use pool, or drift=none"),
-        ("dataset.standardize=pool resident=host algorithm=fedavg", "use resident=device"),
-    ],
-)
-def test_what_cannot_be_scaled_is_refused(overrides, says, monkeypatch):
-    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
-    one_line(says, build, resolve_settings(overrides.split()))
 
 
 def test_images_that_are_turned_are_refused(toy):

@@ -10,17 +10,19 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import hydra
 import jax
 import numpy as np
 from hydra.utils import instantiate
 from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
-from fedjax_cfl.cli.conf import CONF
-from fedjax_cfl.cli.names import PACKAGE
-from fedjax_cfl.cli.overrides import check_overrides
-from fedjax_cfl.cli.settings import check_sizes, collect_settings, find_targets, resolve_target
+from fedjax_cfl.cli.conf import PACKAGE
+from fedjax_cfl.cli.settings import (
+    collect_settings,
+    find_targets,
+    resolve_settings,
+    resolve_target,
+)
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.client.sgd import list_loops
 from fedjax_cfl.data.datasets.pool import number_owners
@@ -45,7 +47,7 @@ from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
-from fedjax_cfl.validation import check_settings
+from fedjax_cfl.validation import ARRAY
 
 log = logging.getLogger(__name__)
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
@@ -58,14 +60,6 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
 FILES = "csv", "huggingface", "leaf", "npy", "npz", "parquet"
 NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in FILES]
-
-
-def resolve_settings(overrides: list[str]) -> dict:
-    """Returns the settings of the run that these overrides describe, as a dict. Raises
-    InputError for what is not allowed.
-    """
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        return check_overrides(overrides)
 
 
 def assemble(overrides: list[str]) -> tuple[dict, Task, FederatedData, Local]:
@@ -326,36 +320,51 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
 
 
 def check_extras(config: dict[str, Any], drift: Drift) -> None:
-    """Raises InputError for a run whose extras, see `extras.py`, cannot be measured."""
-    needs = {
+    """Raises InputError for a run whose extras, see `extras.py`, cannot be measured, and for one
+    whose rounds cannot be judged on validation samples.
+    """
+    evaluate, extras = config["evaluate"], ("finetune", *NEWCOMERS)
+    here = {
         "resident=device": config["resident"] == "host",
         "coordinator=null": config["coordinator"] is not None,
     }
-    for extra in ("finetune", *NEWCOMERS):
-        wrong = needs | ({"drift=none": drift.moves} if extra in NEWCOMERS else {})
-        asked = config["evaluate"][extra]
-        for setting in (setting for setting, missed in wrong.items() if asked and missed):
-            raise InputError(f"evaluate.{extra}={asked}: needs {setting}")
+    still = here | {"drift=none": drift.moves}
+    needs = {
+        f"evaluate.{name}={evaluate[name]}": still if name in NEWCOMERS else here
+        for name in extras
+        if evaluate[name]
+    }
     if asked := asks_validation(config):
-        check_choice(config, asked, needs | {"drift=none": drift.moves})
-    if config["dataset"]["standardize"] == "client" and drift.moves:
-        raise InputError(
-            "dataset.standardize=client: samples would change clients with the scale of their first"
-            " one; use pool, or drift=none"
-        )
+        needs[asked] = still | {
+            "evaluate.validation=0.2, or another share": not evaluate["validation"]
+        }
+        if evaluate["choose"] != "last":  # these begin with the last models
+            needs[asked] |= {f"evaluate.{name}=0": bool(evaluate[name]) for name in extras}
+    if config["dataset"]["standardize"] == "client":  # their scale is that of their first client
+        moves = "drift=none, or dataset.standardize=pool"
+        needs["dataset.standardize=client"] = {moves: drift.moves}
+    for setting, others in needs.items():
+        for other in (other for other, missed in others.items() if missed):
+            raise InputError(f"{setting}: needs {other}")
 
 
-def check_choice(config: dict[str, Any], asked: str, needs: dict[str, bool]) -> None:
-    """Raises InputError for a run whose rounds cannot be judged on validation samples.
-
-    Args: `asked` is the setting that wants it; `needs` are others, and whether they are missed.
+def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
+    """Raises InputError for settings that do not fit the clients and test samples the
+    data turned out to have.
     """
-    evaluate = config["evaluate"]
-    needs |= {"evaluate.validation=0.2, or another share": not evaluate["validation"]}
-    if evaluate["choose"] != "last":  # these begin with the last models
-        needs |= {f"evaluate.{name}=0": bool(evaluate[name]) for name in ("finetune", *NEWCOMERS)}
-    for setting in (setting for setting, missed in needs.items() if missed):
-        raise InputError(f"{asked}: needs {setting}")
+    if not test_samples:
+        raise InputError(
+            "partition: no client holds a test sample, so that nothing can be scored; raise"
+            " partition.test_fraction or, where a file has a split, mark samples with 1"
+        )
+    for name, value in (
+        ("clients_per_round", config["clients_per_round"]),
+        ("algorithm.m", config["algorithm"].get("m", 1)),
+    ):
+        if value > num_clients:
+            raise InputError(
+                f"{name}={value}: must be at most {num_clients}, the number of clients"
+            )
 
 
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
@@ -447,16 +456,16 @@ def find_inputs(
     config: dict[str, Any], setup: Setup, local: Local, store: Store | None = None
 ) -> Inputs:
     """Returns what a run's programs are given: the numbers of the settings that may be
-    traced, see `Setting`. 0 and null often leave a part out, and are compiled in.
+    traced, by their annotations. 0 and null often leave a part out, and are compiled in.
 
     Args: `config` are all settings, resolved; `local` is how the clients of the `setup` train;
     `store` has the programs of other runs, None: of none.
     """
-    settings, given = collect_settings(config), dict(flatten_settings(config))
+    given = dict(flatten_settings(config))
     values = {
         name: float(given[name])
-        for name, setting in settings.items()
-        if setting.takes_arrays and INPUT.fullmatch(name) and given.get(name)
+        for name, kinds in collect_settings(config).items()
+        if any(kind.words == ARRAY for kind in kinds) and INPUT.fullmatch(name) and given.get(name)
     }
     if not given.get("algorithm.max_m"):
         values.pop("algorithm.m", None)  # groups are as many as rows of arrays
@@ -506,20 +515,16 @@ def build_settings(
     `Execution`; `data_digest` is that of its data, see `digest_data`.
     """
     return RunSettings(
-        seed=config["seed"],
+        **{name: config[name] for name in ("seed", "clients_per_round", "assignments", "resume")},
+        **{name: config["evaluate"][name] for name in ("choose", "patience")},
         plan=Plan(**{name: config[name] for name in Plan._fields}),
-        clients_per_round=config["clients_per_round"],
         width=width,
         faults=Faults(**config["faults"]),
-        assignments=config["assignments"],
         checkpoint=CheckpointSettings(**config["checkpoint"]),
-        resume=config["resume"],
         data_digest=data_digest,
         names={part: config[part]["name"] for part in ("algorithm", "dataset")},
         choices=choices,
         everything=config,
-        choose=config["evaluate"]["choose"],
-        patience=config["evaluate"]["patience"],
     )
 
 
@@ -545,18 +550,15 @@ def build_callback(field: str, node: Any) -> Callback:
 
 def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:
     """Returns how clients train."""
-    local = config["local"]
-    asked = None if local["width"] == "auto" else local["width"]
-    who = {"executor": local["executor"], "first_layer": local["first_layer"]}
+    local = dict(config["local"])
+    asked, who = local.pop("width"), {name: local.pop(name) for name in ("executor", "first_layer")}
+    asked = None if asked == "auto" else asked
+    # more than any client can have is a full batch, and memory is taken for B samples
+    local["batch_size"] = min(local["batch_size"], data.max_client_samples)
+    schedule = instantiate_target("schedule", config["schedule"]) if config["schedule"] else None
     found = Local(
-        local["lr"],
-        local["epochs"],
-        # more than any client can have is a full batch, and memory is taken for B samples
-        min(local["batch_size"], data.max_client_samples),
-        local["momentum"],
-        local["steps"],
-        weight_decay=local["weight_decay"],
-        schedule=instantiate_target("schedule", config["schedule"]) if config["schedule"] else None,
+        **local,
+        schedule=schedule,
         personal=build_layers(config["personal"]),
         execution=make_execution(mesh, asked, **who),
     )
@@ -585,4 +587,4 @@ def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **opti
         inspect.signature(function.func).bind(*arguments, **given)
     except (TypeError, ValueError) as error:  # arguments it does not take, or no signature at all
         raise InputError(f"{field}._target_={target}: {error}") from None
-    return function.func(*arguments, **check_settings(function.func, given, field))
+    return function.func(*arguments, **given)

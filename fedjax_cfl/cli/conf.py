@@ -5,14 +5,21 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+PACKAGE = "fedjax_cfl."
 HERE = Path(__file__).resolve().parents[1]
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
 
 
 def resolve_config(config: DictConfig) -> dict[str, Any]:
     """Returns the settings of a run as a dict, without those of Hydra: every value instead of
-    where it comes from.
+    where it comes from. A method of the user's own goes by its own name, and not by that of the
+    option whose `_target_` it has taken.
     """
     own = OmegaConf.masked_copy(config, [str(name) for name in config if name != "hydra"])
+    method = own.get("algorithm")
+    target, name = str(method.get("_target_")), str(method.get("name"))
+    if "." in target and not target.startswith(PACKAGE):
+        if (CONF / "algorithm" / f"{name}.yaml").is_file():
+            method.name = target.rpartition(".")[2]
     resolved: Any = OmegaConf.to_container(own, resolve=True)
     return resolved

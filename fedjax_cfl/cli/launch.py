@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 import logging
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,28 +122,21 @@ class Notes(logging.Handler):
 def show_notes() -> None:
     """Lets this process print notes of `build`, which other programs leave to their logging."""
     notes = logging.getLogger(build.__module__)
-    if not notes.handlers:
-        notes.addHandler(Notes())
-        notes.setLevel(logging.INFO)
-        notes.propagate = False
+    notes.handlers, notes.propagate = [Notes(logging.INFO)], False
+    notes.setLevel(logging.INFO)
 
 
 def remove_unused(folder: Path) -> None:
     """Removes what a run, a grid or a sweep that never began has written, if that is all there is,
     and its folder, unless that is the current one or holds it.
     """
-    files, here = [path for path in folder.rglob("*") if not path.is_dir()], Path.cwd()
+    inside, here = sorted(folder.rglob("*"), reverse=True), Path.cwd()  # first what a folder holds
+    files = [path for path in inside if not path.is_dir()]
     ours = [p.parent.name == ".hydra" or p.name in ("multirun.yaml", INDEX_FILE) for p in files]
     if not files or not all(ours):  # an empty folder may be the user's own
         return
-    if folder not in (here, *here.parents):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    for path in files:
-        path.unlink()
-    within = {parent for path in files for parent in path.parents if folder in parent.parents}
-    for parent in sorted(within, reverse=True):  # what a folder holds comes before it
-        parent.rmdir()
+    for path in [*inside, *([] if folder in (here, *here.parents) else [folder])]:
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def run_one(

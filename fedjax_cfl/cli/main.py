@@ -52,6 +52,14 @@ def main() -> int:
             raise
         print_error(f"{error.filename or 'the current folder'}: {error.strerror}")
         status = 1
+    except (ValueError, RuntimeError) as error:  # of JAX, which reads variables of its own
+        reason = " ".join(str(error).split())
+        read = [name for name in os.environ if name.startswith("JAX_")]
+        wrong = next((name for name in read if name.lower() in reason.lower()), None)
+        if wrong is None:
+            raise
+        used = f"{wrong}={os.environ[wrong]}: JAX cannot use it: {reason}; correct or unset it"
+        status = print_error(used)
     except KeyboardInterrupt:
         print("fedjax-cfl: interrupted", file=sys.stderr)
         status = 130
@@ -98,27 +106,28 @@ def run_arguments(arguments: list[str]) -> int:
             with wrap_help() if given.help else contextlib.nullcontext():
                 show(app, parser, given)
             return 0
-        from fedjax_cfl.cli.names import check_names
+        from fedjax_cfl.cli.names import read_line
 
-        asked, choices = check_names(given, COMMANDS)  # before anything imports JAX
-        from fedjax_cfl.cli.overrides import precheck
-        from fedjax_cfl.cli.sweep import write_index
+        line = read_line(given.overrides, given.multirun, COMMANDS)  # before JAX is imported
+        from fedjax_cfl.cli import sweep
 
-        request = precheck(given, asked, choices)
-        if request.sweep:
-            write_index(request.sweep.folder, request.sweep.points)
-        returned = run_request(app, given, request)
-    return end_sweep(request, returned) if request.sweep else returned or 0
+        sweep.check_line(line)
+        if given.multirun:
+            return run_sweep(app, given, line)
+        if not given.cfg:
+            sweep.check_folders(line.configs[0])
+        return run_line(app, given, line) or 0
 
 
-def end_sweep(request: Any, returned: list[list[Any]]) -> int:
-    """Ends a sweep; returns its exit status. `returned` is what Hydra got of the runs, batch by
-    batch.
-    """
-    from fedjax_cfl.cli.launch import end_runs
+def run_sweep(app: Any, given: argparse.Namespace, line: Any) -> int:
+    """Runs a sweep, batch by batch of Hydra's; returns its exit status."""
+    from fedjax_cfl.cli import launch, sweep
 
-    folder, curves = request.sweep.folder, request.config["curves"]
-    status = end_runs([job.return_value for batch in returned for job in batch], folder, curves)
+    sweep.suggest_room(line)
+    folder, overrides = sweep.begin_sweep(line)
+    batches = run_line(app, given, line._replace(overrides=overrides))
+    curves = line.configs[0]["curves"]
+    status = launch.end_runs([job.return_value for jobs in batches for job in jobs], folder, curves)
     if not curves and folder.exists():
         print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(folder))}")
     return status
@@ -146,7 +155,7 @@ def show(app: Any, parser: argparse.ArgumentParser, given: argparse.Namespace) -
         app.show_info(given.info, "config", given.overrides)
 
 
-def run_request(app: Any, given: argparse.Namespace, request: Any) -> Any:
+def run_line(app: Any, given: argparse.Namespace, line: Any) -> Any:
     """Runs what has been checked, or shows its settings; returns the exit status, of a sweep what
     Hydra returns of its runs. Raises InputError where Hydra cannot use what the command line says
     of Hydra's own settings.
@@ -154,13 +163,16 @@ def run_request(app: Any, given: argparse.Namespace, request: Any) -> Any:
     own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
     try:
         if given.cfg:
-            app.show_cfg("config", request.overrides, given.cfg, given.package, given.resolve)
+            app.show_cfg("config", line.overrides, given.cfg, given.package, given.resolve)
         elif given.multirun:
-            return app.multirun("config", run_config, request.overrides)
+            return app.multirun("config", run_config, line.overrides)
         elif own:
-            return app.run("config", run_config, request.overrides).return_value
+            return app.run("config", run_config, line.overrides).return_value
         else:
-            return run_composed(request.config)
+            from hydra.core.hydra_config import HydraConfig
+
+            HydraConfig.instance().set_config(line.composed)
+            return run_config(line.composed)
     except Exception as error:
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not own or run_config.__code__ in frames:
@@ -203,15 +215,6 @@ def _refuse_flag(message: str):
     )
 
 
-def run_composed(config: Any) -> int:
-    """Runs a configuration that has been composed already, as Hydra would: once."""
-    from hydra.core.hydra_config import HydraConfig
-
-    config.hydra.runtime.output_dir = os.getcwd()
-    HydraConfig.instance().set_config(config)
-    return run_config(config)
-
-
 def run_config(config: Any) -> int:
     """Runs one configuration; returns its exit status. Hydra calls it once, or once per run of a
     sweep, then maybe in another process.
@@ -222,9 +225,7 @@ def run_config(config: Any) -> int:
 
 
 def run_command(name: str, *arguments: str) -> int:
-    """Runs a verb, a module of its own that is imported only here: plotting alone takes
-    a second to import.
-    """
+    """Runs a verb, a module that is imported only here: plotting alone takes a second to import."""
     return importlib.import_module(COMMANDS[name]).main(list(arguments)) or 0
 
 

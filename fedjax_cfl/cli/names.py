@@ -3,84 +3,114 @@
 Imports neither JAX nor what needs it, so that a misspelt name is answered at once.
 """
 
-import argparse
-import copy
 import functools
-from collections.abc import Collection, Iterable
-from typing import Any
+import itertools
+import re
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import hydra
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, OverrideType
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fedjax_cfl.cli.conf import CONF, resolve_config
+from fedjax_cfl.cli.conf import CONF, PACKAGE, resolve_config
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.formatting import flatten_settings
 
-PACKAGE = "fedjax_cfl."
 SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 # readers of former versions, and what to do instead
-CONVERTED = (
-    "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
-)
-REMOVED = {"dataset": {"tff_hdf5": CONVERTED, "federated_sqlite": CONVERTED}}
+REMOVED = {
+    name: "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
+    for name in ("dataset=tff_hdf5", "dataset=federated_sqlite")
+}
+# options of `dataset` that read one file of the user's own, and whether they name its columns
+FILES = {"csv": True, "jsonl": True, "parquet": True, "npz": False, "npy": False}
 
 
-def check_names(
-    given: argparse.Namespace, verbs: Iterable[str]
-) -> tuple[list[Override], list[list[str]]]:
-    """Returns the overrides of a command line, and each of them once for each of its values. Raises
+class Line(NamedTuple):
+    """The settings of a command line, all of whose names exist."""
+
+    asked: list[Override]
+    # of each its values, as KEY=VALUE; what is trained as one program is one value to Hydra
+    choices: list[list[str]]
+    overrides: list[str]  # the same, as Hydra wants them
+    composed: DictConfig  # by the first value of each, with the node `hydra`
+    # the same, resolved, and with each other value of a setting in turn
+    configs: list[dict[str, Any]]
+
+
+def read_line(texts: Iterable[str], multirun: bool, verbs: Iterable[str]) -> Line:
+    """Reads the settings of a command line; `multirun`: each may have several values. Raises
     InputError for a setting, option or verb that does not exist.
     """
-    given.overrides = expand_overrides(given.overrides)
-    asked = [parse_override(text, verbs) for text in given.overrides]
-    together = vectorized_names(asked)
+    asked = [parse_override(text, verbs) for text in expand_overrides(texts)]
+    grid = [each.value() for each in asked if each.key_or_group == "vectorize"]
+    together = [str(name).partition("=")[0] for names in grid for name in list_items(names)]
+    choices = [list_values(each, multirun or each.key_or_group in together) for each in asked]
+    values = {
+        each.key_or_group: "=" + ",".join(text.partition("=")[2] for text in options)
+        for each, options in zip(asked, choices, strict=True)
+    }
+    named = ",".join(f"'{name}{values.get(name, '')}'" for name in together)
     choices = [
-        list_values(override, given.multirun or override.key_or_group in together)
-        for override in asked
+        [f"vectorize=[{named}]"] if together and each.key_or_group == "vectorize" else options
+        for each, options in zip(asked, choices, strict=True)
     ]
-    compose_named([options[0] for options in choices])  # for its errors
-    for other in (text for options in choices for text in options[1:]):
-        check_options([parse_override(other)])
-    return asked, choices
+    first = [options[0] for options in choices]
+    composed, config = compose(first)
+    configs, overrides = [config], list(map(text_of, asked))
+    for number, options in enumerate(choices):
+        configs += [
+            compose([*first[:number], other, *first[number + 1 :]])[1] for other in options[1:]
+        ]
+        if asked[number].key_or_group in (*together, "vectorize"):
+            choices[number] = options[:1]
+            overrides[number] = options[0]
+    return Line(asked, choices, overrides, composed, configs)
 
 
-def expand_overrides(overrides: Iterable[str]) -> list[str]:
-    """Returns overrides as Hydra reads them: lists of layers one by one, see `split_layers`, and
-    settings of a function of the user's own, which `_target_` names, as additions to what the
-    option has that they change.
+def list_items(value: Any) -> list[Any]:
+    """Returns a list as it is; of anything else, which the checks of values refuse, nothing."""
+    return value if isinstance(value, list) else []
+
+
+def expand_overrides(texts: Iterable[str]) -> list[str]:
+    """Returns overrides as Hydra reads them: lists of layers as options of their own, see
+    `store_layers`, and settings of a function of the user's own, which `_target_` names, as
+    additions to what the option has that they change.
     """
-    expanded = split_layers(overrides)
-    targets = (text.lstrip("+").partition("._target_=") for text in expanded)
+    texts = list(texts)
+    targets = (text.lstrip("+").partition("._target_=") for text in texts)
     nodes = {node for node, named, target in targets if named and not target.startswith(PACKAGE)}
 
     def expand(text: str) -> str:
         node, _, name = text.partition("=")[0].rpartition(".")
+        if text.startswith("personal="):
+            plain = re.sub(r"['\" ]", "", text)
+            return re.sub(r"\[(.*?)\]|\w+\+[\w+]+", lambda names: store_layers(text, names), plain)
         return f"++{text}" if node in nodes and name != "_target_" and text[0] not in "+~" else text
 
-    return [expand(text) for text in expanded]
+    return [expand(text) for text in texts]
 
 
-def split_layers(overrides: Iterable[str]) -> list[str]:
-    """Returns overrides in which a list of layers, personal=[scaffold,ditto], is a choice of each,
-    whose settings are personal.scaffold.NAME and personal.ditto.NAME.
+def store_layers(text: str, listed: re.Match) -> str:
+    """Lets several layers, as of personal=[scaffold,ditto], be an option of the group, and returns
+    its name, scaffold+ditto; their settings are personal.scaffold.NAME and personal.ditto.NAME.
     """
-    split: list[str] = []
-    for text in overrides:
-        inside = text.removeprefix("personal=").strip("'\" ")
-        if not text.startswith("personal=") or not (inside[:1] == "[" and inside[-1:] == "]"):
-            split.append(text)
-            continue
-        names = [name.strip() for name in inside[1:-1].split(",") if name.strip()]
-        check_options([parse_override(f"personal={name}") for name in names])
-        again = next((name for name in names if names.count(name) > 1), None)
-        if again is not None:
-            raise InputError(f"{text}: {again} is given twice; use it once")
-        split += ["personal=none", *(f"+personal@personal.{name}={name}" for name in names)]
-    return split
+    names = re.findall(r"[^][,+]+", listed[0])
+    check_options([parse_override(f"personal={name}") for name in names])
+    again = next((name for name in names if names.count(name) > 1), None)
+    if again is not None:
+        raise InputError(f"{text}: {again} is given twice; use it once")
+    option, layers = "+".join(names) or "none", [f"{name}@{name}" for name in names]
+    if names:
+        ConfigStore.instance().store(option, {"defaults": layers}, group="personal")
+    return option
 
 
 def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
@@ -134,117 +164,80 @@ def list_values(override: Override, multirun: bool) -> list[str]:
     return [f"{name}={value}" for value in values]
 
 
-def vectorized_names(asked: list[Override]) -> list[str]:
-    """Returns the settings that `vectorize` names."""
-    lists = [override.value() for override in asked if override.key_or_group == "vectorize"]
-    return [
-        str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names
-    ]
-
-
 @functools.cache
 def list_groups() -> dict[str, list[str]]:
     """Returns the options of every group of choices."""
-    options = {
-        folder.name: sorted(option.stem for option in folder.glob("*.yaml"))
-        for folder in CONF.iterdir()
-        if folder.is_dir()
-    }
-    return {name: names for name, names in options.items() if names}
+    files = sorted(CONF.glob("*/*.yaml"))
+    by_group = itertools.groupby(files, lambda file: file.parent.name)
+    return {group: [file.stem for file in options] for group, options in by_group}
 
 
-@functools.cache
-def compose_options(chosen: tuple[str, ...]) -> DictConfig:
-    """Returns what Hydra composes of these overrides, its own node included; not to be changed."""
-    return hydra.compose("config", ["hydra.mode=RUN", *chosen], return_hydra_config=True)
-
-
-@functools.cache
-def default_settings(chosen: tuple[str, ...]) -> dict[str, Any]:
-    """Returns every setting by its dotted name, as it is when nothing but these options
-    of groups is chosen.
+def compose(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """Returns what Hydra composes of these overrides, its own node included, and the settings of
+    the run, resolved, as a dict. Raises InputError for names that do not exist.
     """
-    return dict(flatten_settings(resolve_config(compose_options(chosen))))
-
-
-def compose_named(
-    overrides: list[str],
-) -> tuple[DictConfig, dict[str, Any], dict[str, Any], list[str]]:
-    """Returns a configuration, its settings, resolved, as a dict, those of the chosen options by
-    dotted name, and the names that are given. Raises InputError for names that do not exist.
-    """
-    asked = [parse_override(text) for text in expand_overrides(overrides)]
-    options = check_options(asked)
-    chosen = [each for each in asked if each in options or each.is_hydra_override()]
+    asked = [parse_override(text) for text in overrides]
+    check_options(asked)
     try:
-        default = default_settings(tuple(map(text_of, chosen)))
-        known, added = [*default, *list_groups()], []
+        composed = hydra.compose("config", ["hydra.mode=RUN", *overrides], return_hydra_config=True)
         for override in asked:
             name, removed = override.key_or_group, override.is_delete()
-            if override.is_add() or override.is_force_add():
-                added.append(override)
-            elif override not in chosen:
-                check_name(text_of(override), name, known, removed)
-        composed = _set_values(asked, chosen)
-        config = resolve_config(composed)
-        for override in added:
-            if not takes_arguments(config, override.key_or_group):
-                check_name(text_of(override), override.key_or_group, known)
+            changed = removed or override.is_add() or override.is_force_add()
+            if changed and not takes_arguments(composed, name, removed):
+                check_name(text_of(override), name, list_known(asked), removed)
+        return composed, resolve_config(composed)
     except (HydraException, OmegaConfBaseException) as error:
-        cause = error.__cause__ or error
-        key = getattr(cause, "full_key", None)
-        wrong = next((text_of(o) for o in asked if o.key_or_group == key), None)
-        reason = str(cause).splitlines()[0]
-        raise InputError(f"{wrong}: {reason}" if wrong else reason) from None
-    return composed, config, default, [override.key_or_group for override in asked]
+        raise explain(error, asked) from None
 
 
-def _set_values(asked: list[Override], chosen: list[Override]) -> DictConfig:
-    """Returns the configuration of all overrides: what Hydra has composed of those `chosen`, with
-    the values of the others. Where one adds or removes a setting, Hydra composes again.
+def explain(error: Exception, asked: list[Override]) -> InputError:
+    """Returns in one line why Hydra cannot compose what is asked for."""
+    cause = error.__cause__ or error
+    named = re.search(r"'([^']*)'", str(error))
+    names = named[1] if named else "", getattr(cause, "full_key", None) or ""
+    wrong = next((text_of(each) for each in asked if each.key_or_group in names), None)
+    if wrong and str(error).startswith(("Could not override", "Could not delete")):
+        for name in names:
+            check_name(wrong, name, list_known(asked))
+    reason = str(cause).splitlines()[0]
+    return InputError(f"{wrong}: {reason}" if wrong else reason)
+
+
+def list_known(asked: list[Override]) -> list[str]:
+    """Returns the dotted names of all settings that the chosen options have, and the groups."""
+    chosen = [text_of(each) for each in asked if each.key_or_group in list_groups()]
+    config = resolve_config(hydra.compose("config", chosen))
+    return [*(name for name, _ in flatten_settings(config)), *list_groups()]
+
+
+def takes_arguments(config: DictConfig, name: str, removed: bool) -> bool:
+    """Returns whether a dotted name lies below a `_target_`, whose arguments can be added, and
+    `removed`, but for those that say what it is.
     """
-    others = [override for override in asked if override not in chosen]
-    if any(override.type != OverrideType.CHANGE or override.package for override in others):
-        return copy.deepcopy(compose_options(tuple(map(text_of, asked))))
-    config = copy.deepcopy(compose_options(tuple(map(text_of, chosen))))
-    for override in others:
-        OmegaConf.update(config, override.key_or_group, override.value(), merge=True)
-    task = [text_of(override) for override in asked if not override.is_hydra_override()]
-    config.hydra.overrides.task = task
-    config.hydra.job.override_dirname = ",".join(sorted(task))
-    return config
+    parent, _, last = name.rpartition(".")
+    if removed and last in ("_target_", "name", "select"):
+        return False
+    path = parent.split(".")
+    nodes = (OmegaConf.select(config, ".".join(path[: end + 1])) for end in range(len(path)))
+    return any(isinstance(node, DictConfig) and "_target_" in node for node in nodes if parent)
 
 
-def takes_arguments(config: dict[str, Any], name: str) -> bool:
-    """Returns whether a dotted name lies below a `_target_`, whose arguments can be added."""
-    *path, _ = name.split(".")
-    for part in path:
-        config = config.get(part, {})  # of Hydra's own settings there are none
-        if not isinstance(config, dict):
-            return False
-        if "_target_" in config:
-            return True
-    return False
-
-
-def check_options(asked: list[Override]) -> list[Override]:
-    """Returns the overrides that choose an option of a group. Raises InputError for an
-    option that does not exist.
-    """
+def check_options(asked: list[Override]) -> None:
+    """Raises InputError for an option that its group does not have."""
     groups = list_groups()
-    chosen = [override for override in asked if override.key_or_group in groups]
-    for override in chosen:
-        name, value = override.key_or_group, override.value()
-        several = value if name in SEVERAL and isinstance(value, list) else None
+    for override in (each for each in asked if each.key_or_group in groups):
+        group, value = override.key_or_group, override.value()
         text = text_of(override).partition("=")[2].strip("'\"")
-        for option in [text] if several is None else map(str, several):
-            if option in REMOVED.get(name, ()):
-                raise InputError(f"{name}={option}: {REMOVED[name][option]}")
-            if option not in groups[name]:
-                raise InputError(
-                    f"{name}={option}: unknown {name}{suggest_options(option, groups[name])}"
-                )
-    return chosen
+        several = text.split("+") if group == "personal" else [text]
+        if group in SEVERAL and isinstance(value, list):
+            several = map(str, value)
+        for option in several:
+            if f"{group}={option}" in REMOVED:
+                raise InputError(f"{group}={option}: {REMOVED[f'{group}={option}']}")
+            if option not in groups[group]:
+                hint = suggest_reader(option) if group == "dataset" else ""
+                hint = hint or suggest_options(option, groups[group])
+                raise InputError(f"{group}={option}: unknown {group}{hint}")
 
 
 def text_of(override: Override) -> str:
@@ -252,34 +245,42 @@ def text_of(override: Override) -> str:
     return override.input_line or ""
 
 
+def suggest_reader(path: str, sure: bool = False) -> str:
+    """Returns the rest of a message about a file that is given where none is read: what reads it.
+    `sure`: it is a file, also where its name does not say which.
+    """
+    kind = next((end[1:] for end in Path(path).suffixes if end[1:] in FILES), None)
+    if kind is None:
+        kinds = ", ".join(FILES)
+        return f"; your own file: dataset=KIND dataset.source.path={path}, {kinds}" * sure
+    column = " dataset.source.y=COLUMN" * FILES[kind]
+    return f"; your own file: dataset={kind} dataset.source.path={path}{column}"
+
+
 def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
     """Raises InputError unless `name` is one of the dotted names `known` or leads to
-    one; `given` is the override as it was written.
-
-    Only an argument of a `_target_` can be removed.
+    one; `given` is the override as it was written, which has `removed` it.
     """
-    parent, _, last = name.rpartition(".")
     if any(other == name or other.startswith(f"{name}.") for other in known):
-        if removed and (
-            f"{parent}._target_" not in known or last in ("_target_", "name", "select")
-        ):
+        if removed:
             raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
         return
+    parent, _, last = name.rpartition(".")
+    value = given.partition("=")[2]
     if parent in known and not any(other.startswith(f"{parent}.") for other in known):
         raise InputError(f"{given}: {parent}, as it is chosen, has no settings; see --help")
-    siblings = {other for other in known if parent and other.startswith(f"{parent}.")}
-    namesakes = [other for other in known if not parent and other.endswith(f".{last}")]
-    hint = (
-        f" (did you mean {min(namesakes, key=len)!r}?)"
-        if namesakes
-        else suggest_nearest(name, siblings or known)
-    )
+    near = [other for other in known if not other.endswith(("._target_", "._partial_"))]
+    names, listed = set(), ""
+    while parent and not names:  # of what does exist above it
+        below = [other for other in near if other.startswith(f"{parent}.")]
+        names = {other[len(parent) + 1 :].partition(".")[0] for other in below} - {"name"}
+        near, listed = below or near, f"; {parent} has {', '.join(sorted(names))}"
+        parent = parent.rpartition(".")[0]
+    namesakes = sorted((other for other in near if other.endswith(f".{last}")), key=len)
+    meant = f" (did you mean {namesakes[0]!r}?)" if namesakes else suggest_nearest(name, near)
     if name == "algorithm.m" and "dataset.groups" in known:
-        value = given.partition("=")[2]
-        hint = f"; it has no groups. dataset.groups={value} is m of every method that has"
-    own = sorted(
-        {other[len(parent) + 1 :].partition(".")[0] for other in siblings}
-        - {"_target_", "_partial_", "name"}
-    )
-    listed = f"; {parent} has {', '.join(own)}" if own else "; see --help"
-    raise InputError(f"{given}: unknown setting{hint}{listed}")
+        meant = f"; it has no groups. dataset.groups={value} is m of every method that has"
+    is_file = last in ("path", "file") and name.startswith("data")
+    if "dataset.source.path" not in known and (reader := suggest_reader(value, is_file)):
+        raise InputError(f"{given}: unknown setting{reader}")
+    raise InputError(f"{given}: unknown setting{meant}{listed if names else '; see --help'}")

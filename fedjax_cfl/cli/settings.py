@@ -7,10 +7,14 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from fedjax_cfl.cli.names import PACKAGE
+import hydra
+from hydra.core.override_parser.types import Override
+
+from fedjax_cfl.cli.conf import CONF, PACKAGE
+from fedjax_cfl.cli.names import compose, expand_overrides, parse_override
 from fedjax_cfl.cli.paper import load_papers
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
@@ -23,14 +27,18 @@ from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.validation import (
     BelowOne,
+    Count,
+    Epochs,
+    Kind,
     NaturalInt,
     NonNegativeFloat,
+    PositiveFloat,
     PositiveInt,
     Rule,
     Seed,
-    Setting,
-    Text,
-    read_setting,
+    check,
+    join_kinds,
+    read_kinds,
     read_settings,
 )
 
@@ -46,8 +54,11 @@ FolderName = Annotated[
         lambda value: value.isprintable() and "/" not in value and 0 < len(value) <= 100,
     ),
 ]
+List = Annotated[list, Rule("a list, as [1,2]", lambda value: True)]
 # of settings that no function takes by their name
 OWN: dict[str, Any] = {
+    **dict.fromkeys(("curves", "offline"), bool),
+    **dict.fromkeys(("callbacks", "vectorize"), List),
     "seed": Seed,
     "seeds": PositiveInt,
     "clients_per_round": PositiveInt,
@@ -63,6 +74,18 @@ OWN: dict[str, Any] = {
     "algorithm.name": FolderName,
     "dataset.name": FolderName,
     "dataset.standardize": Standardize,
+    "dataset.lr": PositiveFloat,
+    "dataset.mu": NonNegativeFloat,
+    "dataset.epochs": Epochs,
+    "dataset.clients": Count | None,
+    "dataset.test_fraction": BelowOne,
+    **{
+        f"dataset.{name}": PositiveInt
+        for name in (
+            *("rounds", "groups", "batch_size", "clients_per_round", "alpha"),
+            *("clients_per_group", "samples_per_client"),
+        )
+    },
     "evaluate.validation": BelowOne,
     "evaluate.part": Literal["test", "validation"],
     "evaluate.choose": Literal["last", "best_validation"],
@@ -75,18 +98,9 @@ OWN: dict[str, Any] = {
 }
 # keys of a node that are no settings of its function
 OWN_WORDS = ("_target_", "_partial_", "_convert_", "name", "select")
-# of others: what they are by default
-NUMBER, LIST = read_setting(float), Annotated[list, Rule("a list, as [1,2]", lambda value: True)]
-KINDS: dict[type, Setting | None] = {
-    bool: read_setting(bool),
-    int: NUMBER,
-    float: NUMBER,
-    str: read_setting(Text),
-    list: Setting(LIST),
-}
 
 
-def collect_settings(config: dict) -> dict[str, Setting]:
+def collect_settings(config: dict) -> Mapping[str, list[Kind]]:
     """Returns what the settings of a resolved configuration may be, by dotted name: those of the
     functions that its `_target_`s name, and those of the run.
     """
@@ -99,12 +113,11 @@ def collect_settings(config: dict) -> dict[str, Setting]:
         ("model.", as_task),
         ("checkpoint.", CheckpointSettings),
     ]
-    of_run = {name: read_setting(hint) for name, hint in OWN.items()}
     return {
-        f"{prefix}{name}": setting
+        f"{prefix}{name}": kinds
         for prefix, owner in owners
-        for name, setting in read_settings(owner).items()
-    } | {name: setting for name, setting in of_run.items() if setting}
+        for name, kinds in read_settings(owner).items()
+    } | {name: read_kinds(hint) for name, hint in OWN.items()}
 
 
 # functions that settings name
@@ -163,7 +176,7 @@ def complete_node(path: str, node: dict[str, Any], function: Callable) -> None:
             raise InputError(f"{path}.{name}={format_value(node[name])}: unknown setting{hint}")
     for name, parameter in parameters.items():
         if parameter.default is not parameter.empty:
-            if name in read_settings(function):
+            if join_kinds(read_settings(function).get(name, read_kinds(Any))).plain:
                 node.setdefault(name, parameter.default)
         elif parameter.kind is parameter.KEYWORD_ONLY and name not in node:
             raise InputError(f"{path}.{name}: must be given, as {path}.{name}=VALUE")
@@ -172,59 +185,57 @@ def complete_node(path: str, node: dict[str, Any], function: Callable) -> None:
 # checks
 
 
-def check_settings(
-    config: dict, default: dict[str, Any], settings: dict[str, Setting], asked: Collection[str] = ()
-) -> None:
-    """Raises InputError for the first setting of a resolved configuration that is not
-    allowed, beginning with those `asked` for.
-
-    `settings` and `default` go by dotted name; `default` has the values without overrides. Another
-    setting must keep the type of its default.
+def resolve_settings(overrides: list[str]) -> dict[str, Any]:
+    """Returns a resolved configuration as a dict. Raises InputError for names that do not exist and
+    values that are not allowed.
     """
-    check_nesting(config, default)
-    for name, value in sorted(flatten_settings(config), key=lambda leaf: leaf[0] not in asked):
+    overrides = expand_overrides(overrides)
+    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+        config = compose(overrides)[1]
+    check_config(config, [parse_override(text) for text in overrides])
+    return config
+
+
+def check_config(config: dict[str, Any], overrides: list[Override]) -> None:
+    """Completes a resolved configuration, see `complete_settings`, and raises InputError for values
+    that are not allowed; `overrides` are what the command line asks for.
+    """
+    asked = [each.key_or_group for each in overrides if not each.is_delete()]
+    check_settings(config, collect_settings(complete_settings(config)), asked)
+    clients, read = config["dataset"]["clients"], (config["partition"], config["dataset"]["source"])
+    if "dataset.clients" in asked and all(node.get("clients") != clients for node in read):
+        target = str(config["partition"]["_target_"]).rpartition(".")[2]
+        raise InputError(
+            f"dataset.clients={clients}: is not read by partition={target} as it is set; use"
+            " settings of its own, as partition.clients, or another partition"
+        )
+
+
+def check_settings(
+    config: dict, settings: Mapping[str, list[Kind]], asked: Collection[str] = ()
+) -> None:
+    """Raises InputError for the first setting of a resolved configuration that is not allowed,
+    beginning with those `asked` for; `settings` go by dotted name.
+    """
+    plain = [name for name, kinds in settings.items() if all(kind.plain for kind in kinds)]
+    whole = {name: find_value(config, name) for name in asked if name in plain}
+    wrong = {name: value for name, value in whole.items() if isinstance(value, dict)}
+    leaves = wrong | dict(flatten_settings(config))
+    for name, value in sorted(leaves.items(), key=lambda leaf: leaf[0] not in asked):
+        below = next((other for other in settings if other.startswith(f"{name}.")), None)
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
-        setting = settings.get(name) or KINDS.get(type(default.get(name)))
-        if setting:
-            setting.check(name, value)
-
-
-def check_nesting(config: dict, default: dict[str, Any]) -> None:
-    """Raises InputError where a single value has taken the place of a group of
-    settings, or the other way round. A function that a preset names may be any value.
-    """
-    for name in default:
-        if f"{name.rpartition('.')[0]}._partial_" in default:
-            continue
-        path, value = "", config
-        for part in name.split("."):
-            if not isinstance(value, dict):
-                raise InputError(
-                    f"{path}={format_value(value)}: is a group of settings; change one of them, as"
-                    f" {path}.{part}=VALUE"
-                )
-            if part not in value:
-                break  # removed by the user
-            path, value = f"{path}.{part}".lstrip("."), value[part]
-        if path == name and isinstance(value, dict):
-            raise InputError(f"{name}={value}: must be a single value")
-
-
-def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
-    """Raises InputError for settings that do not fit the clients and test samples the
-    data turned out to have.
-    """
-    if not test_samples:
-        raise InputError(
-            "partition: no client holds a test sample, so that nothing can be scored; raise"
-            " partition.test_fraction or, where a file has a split, mark samples with 1"
-        )
-    for name, value in (
-        ("clients_per_round", config["clients_per_round"]),
-        ("algorithm.m", config["algorithm"].get("m", 1)),
-    ):
-        if value > num_clients:
+        if name in settings:
+            check(name, value, settings[name])
+        elif below:
             raise InputError(
-                f"{name}={value}: must be at most {num_clients}, the number of clients"
+                f"{name}={format_value(value)}: is a group of settings; change one of them, as"
+                f" {below}=VALUE"
             )
+
+
+def find_value(config: Any, name: str) -> Any:
+    """Returns the value of a setting by its dotted name, None where there is none."""
+    for part in name.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return config

@@ -5,24 +5,72 @@
 import csv
 import io
 import itertools
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from fedjax_cfl.cli.names import parse_override
-from fedjax_cfl.cli.settings import collect_settings
+from fedjax_cfl.cli.names import Line, parse_override
+from fedjax_cfl.cli.settings import check_config, collect_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.grid import grid_points
-from fedjax_cfl.runs.results import INDEX_FILE, write_text
+from fedjax_cfl.runs.results import INDEX_FILE, METRICS_FILE, write_text
+from fedjax_cfl.runs.run_dir import check_run_dir, make_dir, refuse_links
+from fedjax_cfl.validation import check
+
+
+def check_line(line: Line) -> None:
+    """Raises InputError for a value of a command line that is not allowed."""
+    for config in line.configs:
+        check_config(config, line.asked)
+    grid_axes(line.configs[0])
+
+
+def check_folders(config: dict[str, Any]) -> None:
+    """Raises InputError for a directory that a run, or those of a grid, cannot be written to."""
+    folder, axes = Path(str(config["run_dir"])), grid_axes(config)
+    for path in run_folders(folder, axes) if axes else [folder]:
+        check_run_dir(str(path), config["resume"])
+    if axes and (folder / METRICS_FILE).exists():
+        raise InputError(f"run_dir={folder}: holds one run; choose another")
+
 
 # sweeps
 
 
-class Sweep(NamedTuple):
-    """Where the runs of a sweep go, and what each of them differs in."""
+def begin_sweep(line: Line) -> tuple[Path, list[str]]:
+    """Makes the directory of a sweep, whose runs are numbered folders in it, and index.csv; returns
+    it, and the overrides with the name that Hydra has for it. The same sweep goes on in it, unless
+    `resume` is never. Raises InputError for a directory that cannot be used.
+    """
+    place, overrides = time.strftime("multirun/%Y%m%d-%H%M%S"), []
+    folder = Path(place)
+    for override, text in zip(line.asked, line.overrides, strict=True):
+        if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
+            folder, place = Path(str(override.value())), override.get_value_string()
+        else:
+            overrides.append(text)
+    points = list_points(line.choices)
+    if line.configs[0]["resume"] != "never" and holds_sweep(folder, points):
+        refuse_links(folder)
+    else:
+        check_run_dir(str(folder), "never")
+    write_index(make_dir(folder), points)
+    return folder, [*overrides, f"hydra.sweep.dir={place}"]
 
-    folder: Path
-    points: list[dict[str, str]]  # of run 0, 1, ...: the settings that vary
+
+def suggest_room(line: Line) -> None:
+    """Says how the runs of a sweep over the number of groups share what is compiled, where its
+    method can and `max_m` is not given.
+    """
+    for override, values in zip(line.asked, line.choices, strict=True):
+        several = override.key_or_group == "algorithm.m" and len(values) > 1
+        if several and line.configs[0]["algorithm"].get("max_m", 0) is None:
+            most = max(int(value.partition("=")[2]) for value in values)
+            print(
+                f"each algorithm.m is compiled by itself; algorithm.max_m={most} lets the runs"
+                " share what is compiled (see the tutorial on sweeps)"
+            )
 
 
 def list_points(choices: Sequence[Sequence[str]]) -> list[dict[str, str]]:
@@ -95,8 +143,8 @@ def find_obstacle(config: dict[str, Any], axes: Mapping[str, list]) -> str | Non
     settings = collect_settings(config)
     for name, values in axes.items():
         inside = name == "local.lr" or name.partition(".")[0] in ("algorithm", "personal")
-        setting = settings.get(name) if inside else None
-        numbers = [setting.check(name, value) for value in values] if setting else [None]
+        kinds = settings.get(name) if inside else None
+        numbers = [check(name, value, kinds) for value in values] if kinds else [None]
         if name != "seed" and not all(isinstance(number, float) for number in numbers):
             return f"they differ in {name}"
     if config["resident"] == "host":
