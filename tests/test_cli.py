@@ -76,6 +76,7 @@ REFUSED = {
     "curves=no_": "curves=no_: true or false",
     "dataset.lr=fast": "dataset.lr=fast: number > 0",
     "vectorize=seed": "vectorize=seed: list",
+    "vectorize=[algorithm] algorithm=fedavg,ifca": "vectorize=[algorithm]: -m algorithm=A,B",
     "rounds=ten": "rounds=ten: whole number",
     "rounds=2.5": "rounds=2.5: whole number",
     "rounds=null": "rounds=null: whole number",

@@ -576,11 +576,10 @@ def build_layers(node: dict[str, Any]) -> list[Method]:
 def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:
     """Calls the function that a node's `_target_` names, with the node's other values; what
     the function raises is passed on. Raises InputError for a name that cannot be imported and
-    for values that the function does not allow.
+    for arguments that the function does not take.
     """
     target = str(node.get("_target_"))
-    resolve_target(field, target)
-    list(find_targets(node, field))  # functions that its values are can be imported, too
+    list(find_targets(node, field))  # it can be imported, and so can functions that are values
     function = instantiate(node, _partial_=True, _convert_="all")
     given = function.keywords | options
     try:

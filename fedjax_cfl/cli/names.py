@@ -49,8 +49,12 @@ def read_line(texts: Iterable[str], multirun: bool, verbs: Iterable[str]) -> Lin
     InputError for a setting, option or verb that does not exist.
     """
     asked = [parse_override(text, verbs) for text in expand_overrides(texts)]
-    grid = [each.value() for each in asked if each.key_or_group == "vectorize"]
-    together = [str(name).partition("=")[0] for names in grid for name in list_items(names)]
+    lists = [each.value() for each in asked if each.key_or_group == "vectorize"]
+    together = [
+        str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names
+    ]
+    for name in set(together) & set(list_groups()):
+        raise InputError(f"vectorize=[{name}]: names options, which are swept by -m {name}=A,B")
     choices = [list_values(each, multirun or each.key_or_group in together) for each in asked]
     values = {
         each.key_or_group: "=" + ",".join(text.partition("=")[2] for text in options)
@@ -72,11 +76,6 @@ def read_line(texts: Iterable[str], multirun: bool, verbs: Iterable[str]) -> Lin
             choices[number] = options[:1]
             overrides[number] = options[0]
     return Line(asked, choices, overrides, composed, configs)
-
-
-def list_items(value: Any) -> list[Any]:
-    """Returns a list as it is; of anything else, which the checks of values refuse, nothing."""
-    return value if isinstance(value, list) else []
 
 
 def expand_overrides(texts: Iterable[str]) -> list[str]:
