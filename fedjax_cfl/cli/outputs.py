@@ -16,6 +16,9 @@ class ForgivingOutput(io.FileIO):
 
     error: OSError | None = None
 
+    def __init__(self, descriptor: int):
+        super().__init__(descriptor, "w", closefd=False)
+
     def write(self, data: Any) -> int:
         """Returns how many bytes are dealt with: all."""
         if self.error is None:
@@ -46,7 +49,7 @@ def guard_outputs() -> dict[str, ForgivingOutput]:
         if name == "stdin":
             continue
         stream.flush()
-        guarded[name] = ForgivingOutput(descriptor, "w", closefd=False)
+        guarded[name] = ForgivingOutput(descriptor)
         text = io.TextIOWrapper(
             io.BufferedWriter(guarded[name]),
             stream.encoding,

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import hydra
 from hydra.core.override_parser.types import Override
 
+from fedjax_cfl import validation as allowed
 from fedjax_cfl.cli.conf import CONF, PACKAGE
 from fedjax_cfl.cli.names import compose, expand_overrides, parse_override
 from fedjax_cfl.cli.paper import load_papers
@@ -25,22 +26,7 @@ from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.system.faults import Faults
-from fedjax_cfl.validation import (
-    BelowOne,
-    Count,
-    Epochs,
-    Kind,
-    NaturalInt,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
-    Rule,
-    Seed,
-    check,
-    join_kinds,
-    read_kinds,
-    read_settings,
-)
+from fedjax_cfl.validation import Kind, Rule, check, join_kinds, read_kinds, read_settings
 
 Host = Annotated[str, Rule("auto or HOST:PORT", re.compile(r"auto|\S+:\d{1,5}").fullmatch)] | None
 Directory = Annotated[
@@ -59,42 +45,42 @@ List = Annotated[list, Rule("a list, as [1,2]", lambda value: True)]
 OWN: dict[str, Any] = {
     **dict.fromkeys(("curves", "offline"), bool),
     **dict.fromkeys(("callbacks", "vectorize"), List),
-    "seed": Seed,
-    "seeds": PositiveInt,
-    "clients_per_round": PositiveInt,
-    "assignments": NaturalInt,
-    "devices": PositiveInt | None,
+    "seed": allowed.Seed,
+    "seeds": allowed.PositiveInt,
+    "clients_per_round": allowed.PositiveInt,
+    "assignments": allowed.NaturalInt,
+    "devices": allowed.PositiveInt | None,
     "precision": Literal["float32", "tensorfloat32", "bfloat16"],
     "resident": Literal["device", "host"],
     "resume": Literal["auto", "must", "never"],
     "run_dir": Directory,
     "coordinator": Host,
-    "processes": PositiveInt | None,
-    "process": NaturalInt | None,
+    "processes": allowed.PositiveInt | None,
+    "process": allowed.NaturalInt | None,
     "algorithm.name": FolderName,
     "dataset.name": FolderName,
     "dataset.standardize": Standardize,
-    "dataset.lr": PositiveFloat,
-    "dataset.mu": NonNegativeFloat,
-    "dataset.epochs": Epochs,
-    "dataset.clients": Count | None,
-    "dataset.test_fraction": BelowOne,
+    "dataset.lr": allowed.PositiveFloat,
+    "dataset.mu": allowed.NonNegativeFloat,
+    "dataset.epochs": allowed.Epochs,
+    "dataset.clients": allowed.Count | None,
+    "dataset.test_fraction": allowed.BelowOne,
     **{
-        f"dataset.{name}": PositiveInt
+        f"dataset.{name}": allowed.PositiveInt
         for name in (
             *("rounds", "groups", "batch_size", "clients_per_round", "alpha"),
             *("clients_per_group", "samples_per_client"),
         )
     },
-    "evaluate.validation": BelowOne,
+    "evaluate.validation": allowed.BelowOne,
     "evaluate.part": Literal["test", "validation"],
     "evaluate.choose": Literal["last", "best_validation"],
-    "evaluate.patience": NaturalInt,  # tests
-    "evaluate.finetune": NaturalInt,  # epochs
-    "evaluate.new_clients": BelowOne,
-    "evaluate.validation_clients": BelowOne,
-    "local.width": Literal["auto"] | PositiveInt,
-    "preset.l2": NonNegativeFloat | None,
+    "evaluate.patience": allowed.NaturalInt,  # tests
+    "evaluate.finetune": allowed.NaturalInt,  # epochs
+    "evaluate.new_clients": allowed.BelowOne,
+    "evaluate.validation_clients": allowed.BelowOne,
+    "local.width": Literal["auto"] | allowed.PositiveInt,
+    "preset.l2": allowed.NonNegativeFloat | None,
 }
 # keys of a node that are no settings of its function
 OWN_WORDS = ("_target_", "_partial_", "_convert_", "name", "select")
