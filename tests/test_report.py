@@ -389,7 +389,7 @@ def test_doctor_finds_versions_and_data(tmp_path, monkeypatch, capsys):
     assert doctor.main([]) == 0
     printed = capsys.readouterr().out
     assert "jaxlib" in printed and "the package can run here" in printed
-    assert f"data: {tmp_path}: cache, femnist, shakespeare" in printed
+    assert f"data: {tmp_path}: femnist, shakespeare" in printed
     assert "fedjax_cfl: nothing yet; fedjax-cfl download NAME, as mnist" in printed
 
 

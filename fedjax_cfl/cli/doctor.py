@@ -70,7 +70,7 @@ def list_data() -> Iterator[Line]:
         yield "data", "", f"{error}; create it, or correct or unset {DATA_ENV_VAR}"
         return
     for folder in folders:
-        there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+        there = sorted(path.name for path in folder.glob("*") if path.is_dir())
         remedy = "" if there else "fedjax-cfl download NAME, as mnist"
         yield "data", f"{folder}: {', '.join(there) or 'nothing yet'}", remedy
 

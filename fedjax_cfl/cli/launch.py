@@ -130,7 +130,8 @@ def remove_unused(folder: Path) -> None:
     """Removes what a run, a grid or a sweep that never began has written, if that is all there is,
     and its folder, unless that is the current one or holds it.
     """
-    inside, here = sorted(folder.rglob("*"), reverse=True), Path.cwd()  # first what a folder holds
+    folder, here = folder.absolute(), Path.cwd()
+    inside = sorted(folder.rglob("*"), reverse=True)  # what a folder holds comes before it
     files = [path for path in inside if not path.is_dir()]
     ours = [p.parent.name == ".hydra" or p.name in ("multirun.yaml", INDEX_FILE) for p in files]
     if not files or not all(ours):  # an empty folder may be the user's own
