@@ -181,7 +181,6 @@ class Method(NamedTuple):
         assign: names the cohort's groups, see `AssignFn`; None: all share group 0. A method that
             has it is clustered: it serves and evaluates only clients that have a group.
         assign_and_found: in place of `assign`, see `AssignAndFoundFn`.
-        own_models: True: group k is client k's own, which it has from the start.
         prepare: changes the work of the cohort, see `PrepareFn`; None: every client does all of it.
         ships_model: False: what a client receives is what `prepare` reports.
         regroup: once updates are known, see `RegroupFn`; None: clients stay.
@@ -215,7 +214,6 @@ class Method(NamedTuple):
     migrate: MigrateFn | None = None
     assign: AssignFn | None = None
     assign_and_found: AssignAndFoundFn | None = None
-    own_models: bool = False
     prepare: PrepareFn | None = None
     ships_model: bool = True
     regroup: RegroupFn | None = None

@@ -400,8 +400,6 @@ class Algorithm(NamedTuple):
     data_clients: Callable[..., jax.Array] | None = None
     # what the run does about updates that are not finite, see `faults.Faults`
     nonfinite: str = "skip"
-    # True: group k is client k's own model; devices split the groups
-    own_models: bool = False
     # names of the method's rows that hold a model of each client; devices split them
     split_rows: tuple[str, ...] = ()
     # (state, data, clients [n] or None: all) -> models [n, ...] that these clients are tested on

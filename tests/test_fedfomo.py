@@ -136,7 +136,7 @@ def test_rounds_equal_a_numpy_loop(five, softmax_task, whole_batches, norm, p):
         state, _ = step(KEY, state, five)
         twin = twin_round(twin, cohort, samples, p)
         for models, expected in (
-            (state.groups, twin.trained),
+            (state.rows["trained"], twin.trained),
             (state.rows["mixed"], twin.mixed),
             (algorithm.serve(state).models, twin.mixed),
         ):
@@ -156,11 +156,11 @@ def test_a_model_that_is_not_finite_spoils_nobody_else(five, softmax_task, whole
     state = algorithm.init(KEY, five)
     for _ in range(2):
         state, _ = jax.jit(algorithm.round)(KEY, state, five)
-    spoilt = jax.tree.map(lambda leaf: leaf.at[2].set(bad), state.groups)
-    after, _ = jax.jit(algorithm.round)(KEY, state.replace(groups=spoilt), five)
+    spoilt = jax.tree.map(lambda leaf: leaf.at[2].set(bad), state.rows["trained"])
+    after, _ = jax.jit(algorithm.round)(KEY, state.put_rows({"trained": spoilt}), five)
     others = np.array([0, 1, 3, 4])
     assert after.rows["peer"].uploaded[others].all()
-    for models in (after.groups, after.rows["mixed"]):
+    for models in (after.rows["trained"], after.rows["mixed"]):
         for leaf in jax.tree.leaves(models):
             assert np.isfinite(leaf[others]).all()
 

@@ -206,10 +206,14 @@ def alone(toy, linear, local):
     return play(nonfed(linear, local, COHORT), toy)
 
 
+def own_models(played):
+    return played[0].rows["NonFed"].values
+
+
 def test_nonfed_is_plain_sgd(toy, linear, local, alone):
     """E T = 6 epochs on the client's own samples from a common model agree with float64 loops."""
     common = models_of(random_groups(linear, 1)(derive_key(KEY, START), toy).groups)[0]
-    for client, found in enumerate(models_of(alone[0].groups)):
+    for client, found in enumerate(models_of(own_models(alone))):
         model = common
         for round in range(3 if toy.train.size[client] else 0):
             epochs = passes(derive_key(KEY, TRAIN, round), toy, client, local.epochs)
@@ -221,7 +225,7 @@ def test_clients_alone_never_influence_each_other(toy, linear, local, alone):
     other = play(
         nonfed(linear, local, COHORT), toy.replace(y=jnp.where(toy.owner == 5, 3 - toy.y, toy.y))
     )
-    same = np.all(matrix(alone[0].groups) == matrix(other[0].groups), axis=1)
+    same = np.all(matrix(own_models(alone)) == matrix(own_models(other)), axis=1)
     assert np.flatnonzero(~same).tolist() == [5]
 
 
@@ -240,7 +244,7 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
     x, y, owner = (
         np.asarray(part)[np.asarray(toy.test.order)] for part in (toy.x, toy.y, toy.owner)
     )
-    models = models_of(alone[0].groups)
+    models = models_of(own_models(alone))
     hits = np.array(
         [probabilities(models[k], x[i : i + 1]).argmax() == y[i] for i, k in enumerate(owner)]
     )
@@ -252,9 +256,10 @@ def test_everybody_is_tested_on_its_own_model(toy, linear, local, alone):
 @pytest.mark.nightly
 def test_nonfed_of_the_cohort(toy, linear, local):
     begun, after = (
-        play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds)[0] for rounds in (0, 1)
+        own_models(play(nonfed(linear, local, COHORT, trains="cohort"), toy, rounds))
+        for rounds in (0, 1)
     )
-    moved = np.any(matrix(begun.groups) != matrix(after.groups), axis=1)
+    moved = np.any(matrix(begun) != matrix(after), axis=1)
     assert np.flatnonzero(moved).tolist() == sorted(cohort_of(derive_key(KEY, SELECT, 0), toy))
     with pytest.raises(InputError, match=r"algorithm\.trains"):
         nonfed(linear, local, COHORT, trains="nobody")

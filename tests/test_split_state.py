@@ -42,8 +42,8 @@ METHODS = {
 }
 KEPT = {
     "fesem": lambda state: state.rows["models"],
-    "fedfomo": lambda state: (state.groups, state.rows["mixed"], state.rows["affinity"]),
-    "nonfed": lambda state: state.groups,
+    "fedfomo": lambda state: [state.rows[name] for name in ("mixed", "trained", "affinity")],
+    "nonfed": lambda state: state.rows["NonFed"].values,
     "cfl": lambda state: state.rows["last_update"],
 }
 

@@ -5,8 +5,8 @@ Every client has a model of its own. It receives the models of a few others, wei
 how much it lowers the loss on held-out samples of its own per unit of distance, mixes
 them, and trains on. An affinity says which others it is sent next time.
 
-Each client is a group, as in `nonfed`: group k is client k's model as it was trained last.
-K clients, F other models sent to a client. Differs from the paper: every fifth of a
+The model of the one group is that from which all begin, as in `nonfed`. K clients, F other models
+sent to a client. Differs from the paper: every fifth of a
 client's samples is held out, in their order, instead of a random fifth; a client that has
 none held out goes on from its own model.
 """
@@ -21,19 +21,17 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.tree_util import Partial
 
-from fedjax_cfl.algorithms.nonfed import (
-    assign_client_id,
-    client_delta,
-    shared_model,
-    train_own_model,
-)
+from fedjax_cfl.algorithms.nonfed import measure_alone
 from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients, reads_in_place
 from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.sgd import sgd, train_from
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
+from fedjax_cfl.round.aggregate import zero_step
+from fedjax_cfl.round.client_rows import refuse_layers
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.start import copy_model, one_active_group
 from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
@@ -53,9 +51,9 @@ from fedjax_cfl.types import (
 )
 from fedjax_cfl.validation import BelowOne, Fraction, NonNegativeFloat, PositiveInt, checked, pick
 
-# rows of clients: its model before its last local training [K, ...]; how useful each other's model
-# has been to it [K, K] float32; `Peer`
-MIXED, AFFINITY, PEER = "mixed", "affinity", "peer"
+# rows of clients: its model before its last local training [K, ...], and after it; how useful each
+# other's model has been to it [K, K] float32; `Peer`
+MIXED, TRAINED, AFFINITY, PEER = "mixed", "trained", "affinity", "peer"
 
 
 class Peer(struct.PyTreeNode):
@@ -71,7 +69,6 @@ class Mixture(struct.PyTreeNode):
     model: Params  # [S, ...]
     peers: jax.Array  # [S, F] int32, the others whose models it was sent, K for none
     gain: jax.Array  # [S, 1 + F] float32, first of its own model
-    trained: Params  # [S, ...], its model after its last local training; () once it has answered
 
 
 def l1_norm(tree: Params) -> jax.Array:
@@ -97,7 +94,7 @@ def serve_mixed(state: State) -> ServedModels:
 
 def serve_trained(state: State) -> ServedModels:
     """Serves each client its model after its last local training."""
-    return ServedModels(state.groups, jnp.arange(state.assignment.size, dtype=jnp.int32))
+    return ServedModels(state.rows[TRAINED], jnp.arange(state.assignment.size, dtype=jnp.int32))
 
 
 @checked("algorithm")
@@ -120,57 +117,59 @@ def fedfomo(
     `explore_decay` * round, otherwise by affinity; `norm` L1 | L2 of the distance between models;
     `test` mixed | trained, the model that clients are tested on.
     """
+    refuse_layers(local)
     measure = pick(norm, L1=l1_norm, L2=l2_norm)
     serve = pick(test, mixed=serve_mixed, trained=serve_trained)
     method = Method(
         train_from_mixture(sgd(task, local)),
-        start=shared_model(task),
+        start=one_active_group(task, 1, joined=True),
+        takes_newcomers=False,
         client_rows=init_rows,
-        split_rows=(MIXED, AFFINITY),
-        assign=assign_client_id,
-        own_models=True,
+        split_rows=(MIXED, TRAINED, AFFINITY),
         prepare=mix_models(task, local, models, (explore, explore_decay), measure),
         ships_model=False,
-        aggregate=client_delta(local.execution.mesh),
+        aggregate=zero_step,
         finish=remember_mixture(local.execution.mesh),
     )
     algorithm = federated(task, local, system, method)
 
     def round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
-        return algorithm.round(key, state, hold_out_samples(data, validation))
+        after, info = algorithm.round(key, state, hold_out_samples(data, validation))
+        return after, measure_alone(info)
 
     return algorithm._replace(round=round, serve=serve)
 
 
 def init_rows(groups: Params, data: FederatedData) -> dict[str, Any]:
     """Returns the rows of clients that all have the same model, and no affinity yet."""
-    none, affinity = jnp.zeros(data.num_clients, bool), 0.1 * jnp.eye(data.num_clients)
-    return {MIXED: groups, AFFINITY: affinity, PEER: Peer(none, none)}
+    clients = data.num_clients
+    models, none = copy_model(take_rows(groups, 0), clients), jnp.zeros(clients, bool)
+    return {
+        MIXED: models,
+        TRAINED: models,
+        AFFINITY: 0.1 * jnp.eye(clients),
+        PEER: Peer(none, none),
+    }
 
 
 def train_from_mixture(train: ClientFn) -> ClientFn:
     """Trains one client from its `Mixture` instead of its group's model, and uploads the
-    mixture as well. The delta is relative to the group's model.
+    mixture as well. The delta is relative to that.
     """
 
     def solve(train, client, data, shared, work: Work) -> Program:
-        mixture = work.client_extra
-        from_mixture = work._replace(client_extra=mixture.model)
+        mixture, bare = work.client_extra, work._replace(client_extra=())
 
         def send(upload: Upload) -> Upload:
-            def from_group(change, mixed, trained):
-                return mixed + change - trained
+            return upload.replace(extra=mixture)
 
-            delta = jax.tree.map(from_group, upload.delta, mixture.model, mixture.trained)
-            return upload.replace(delta=delta, extra=mixture.replace(trained=()))
+        return map_result(train_from(mixture.model, train, client, data, shared[0], bare), send)
 
-        return map_result(train(client, data, shared, from_mixture), send)
-
-    return Partial(solve, train_own_model(train))
+    return Partial(solve, train)
 
 
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
-    """Remembers what the clients that answered have mixed."""
+    """Remembers what the clients that answered have mixed, and trained."""
 
     def finish(r: Round) -> State:
         state, cohort = r.state, r.cohort
@@ -180,8 +179,10 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
         total = jnp.abs(mixture.gain.sum(1, keepdims=True))
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
         judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
+        trained = jax.tree.map(jnp.add, mixture.model, r.upload.delta)
         new = {
             MIXED: put_models(kept[MIXED], rows, mixture.model, mesh),
+            TRAINED: put_models(kept[TRAINED], rows, trained, mesh),
             AFFINITY: kept[AFFINITY].at[rows[:, None], judged].add(share, mode="drop"),
             PEER: Peer(
                 uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
@@ -246,18 +247,17 @@ def mix_models(
             return pick_peers(draw, affinity, eligible, explore, min(count, clients))
 
         mixed, trained, affinity = take_models(
-            (kept[MIXED], state.groups, kept[AFFINITY]), client, local.execution.mesh
+            (kept[MIXED], kept[TRAINED], kept[AFFINITY]), client, local.execution.mesh
         )
         peers = jax.vmap(pick)(client, affinity)
-        all_models, others = state.groups, ()
+        all_models, others = kept[TRAINED], ()
         if not in_place:  # [S, F, ...]: no device needs the models of all clients
             rows = jnp.minimum(peers, clients - 1)
-            all_models, others = (), take_models(state.groups, rows, local.execution.mesh)
+            all_models, others = (), take_models(kept[TRAINED], rows, local.execution.mesh)
         tested = take_held_out(r.data)
         model, gain = mix(cohort, tested, all_models, (mixed, trained, others, peers))
-        extra = Mixture(model, peers, gain, trained)
         report = charge_peers(kept[PEER], cohort.ids, peers, tested)
-        return r.work._replace(client_extra=extra), report
+        return r.work._replace(client_extra=Mixture(model, peers, gain)), report
 
     return prepare
 

@@ -34,8 +34,8 @@ from fedjax_cfl.client.executor import Loop, Program, map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
 from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
+from fedjax_cfl.round.client_rows import refuse_layers
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.system.reports import make_bill, make_report
@@ -85,11 +85,7 @@ def fedsoft(
     long as they have not trained, on that of their group.
     Raises InputError for clients that keep something else of their own.
     """
-    if local.layers:
-        raise InputError(
-            "personal: every client of this method has a model of its own already, without"
-            f" {local.layers[0].name}; use personal=none, or another algorithm"
-        )
+    refuse_layers(local)
     own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
     method = Method(

@@ -27,14 +27,14 @@ from fedjax_cfl.clustering.distances import cosine_distance, euclidean, manhatta
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
-from fedjax_cfl.round.aggregate import MEANS, MeanName
+from fedjax_cfl.round.aggregate import MEANS, MeanName, zero_step
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups, one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import is_unassigned
 from fedjax_cfl.system.system import SystemLike, use_all_clients
-from fedjax_cfl.tree import group_mean, membership_weights, repeat_first, take_rows
+from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
     Cohort,
@@ -153,12 +153,6 @@ def cluster_updates(
         return state.replace(groups=groups, server=server, active=active, memory=memory), gid
 
     return regroup
-
-
-def zero_step(r: Round) -> tuple[Params, jax.Array]:
-    """Leaves every model as it is: the clustering round does not train (an `AggregateFn`)."""
-    mass = membership_weights(r.upload.weight, r.group, r.state.active.size).sum(0)
-    return jax.tree.map(jnp.zeros_like, r.state.groups), mass
 
 
 def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up: int) -> jax.Array:

@@ -1,26 +1,25 @@
 """Training without federation: the baseline NonFed of Xie, Long, Shen, Zhou, Wang,
 Jiang, Zhang, "Multi-Center Federated Learning", https://arxiv.org/abs/2005.01026.
 
-Every client trains its own model on its own data and sends nothing. Each client is a
-group: models [K, ...], group k is that of client k.
+Every client trains its own model on its own data and sends nothing. The model of the one group is
+that from which all begin.
 """
 
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 from jax.tree_util import Partial
 
-from fedjax_cfl.client.cohort import ClientFn, reads_in_place
-from fedjax_cfl.client.executor import Program
+from fedjax_cfl.client.cohort import ClientFn
+from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import sgd, train_from
-from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round, Start, StartFn
+from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
+from fedjax_cfl.method import Method
+from fedjax_cfl.round.aggregate import zero_step
+from fedjax_cfl.round.client_rows import refuse_layers
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import common_model
-from fedjax_cfl.sharding import put_models, take_models
-from fedjax_cfl.system.reports import make_report
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.system.system import System, SystemLike, as_system, use_all_clients
 from fedjax_cfl.types import (
     Algorithm,
@@ -29,12 +28,14 @@ from fedjax_cfl.types import (
     Info,
     Key,
     Params,
-    Report,
+    ServedModels,
     State,
     Task,
     Upload,
 )
 from fedjax_cfl.validation import checked
+
+NAME = "NonFed"  # of the rows that clients keep: their models
 
 
 @checked("algorithm")
@@ -53,24 +54,25 @@ def nonfed(
     accuracy is that of the mean of all models. Raises InputError for another value of
     `trains`.
     """
-    solve, in_place = sgd(task, local), reads_in_place(local.execution)
+    refuse_layers(local)
+    own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     method = Method(
-        solve if in_place else train_own_model(solve),
-        start=shared_model(task),
-        assign=assign_client_id,
-        own_models=True,
-        prepare=None if in_place else send_own_model(local.execution.mesh),
-        aggregate=client_delta(local.execution.mesh),
+        Partial(train_own, as_pytree(sgd(task, local))),
+        start=one_active_group(task, 1, joined=True),
+        takes_newcomers=False,
+        aggregate=zero_step,
     )
     if trains == "all":
         system = use_all_clients(system)
-    algorithm = federated(task, local, send_nothing(as_system(system)), method)
+    local, system = local.replace(personal=own), send_nothing(as_system(system))
+    algorithm = federated(task, local, system, method)
 
     def silent_round(key: Key, state: State, data: FederatedData) -> tuple[State, Info]:
         after, info = algorithm.round(key, state, data)
-        return after.replace(traffic=state.traffic), info
+        return after.replace(traffic=state.traffic), measure_alone(info)
 
-    return algorithm._replace(round=silent_round)
+    # a test reads the models of all clients at once: their rows stay on the devices
+    return algorithm._replace(round=silent_round, serve=serve_own, first_rows=None)
 
 
 def send_nothing(system: System) -> System:
@@ -85,52 +87,30 @@ def send_nothing(system: System) -> System:
     return system._replace(clock=clock._replace(seconds=seconds))
 
 
-def shared_model(task: Task) -> StartFn:
-    """Starts every client from the same random model."""
+def train_own(
+    solve: ClientFn, client: jax.Array, data: FederatedData, shared: tuple[Key, Params], work: Work
+) -> Program:
+    """Returns the program that trains one client's own model by `solve` (a `ClientFn`)."""
+    own = work.rows[NAME]
 
-    def start(key: Key, data: FederatedData) -> Start:
-        begun = common_model(task, data.num_clients)(key, data)
-        return begun._replace(assignment=jnp.arange(data.num_clients, dtype=jnp.int32))
+    def keep(upload: Upload) -> Upload:
+        return upload.replace(rows={NAME: jax.tree.map(jnp.add, own, upload.delta)})
 
-    return start
-
-
-def assign_client_id(r: Round) -> tuple[jax.Array, Report]:
-    """Assigns each client the group of its own id (an `AssignFn`)."""
-    return jnp.minimum(r.cohort.ids, r.data.num_clients - 1), make_report()
+    return map_result(train_from(own, solve, client, data, shared[0], work), keep)
 
 
-def send_own_model(mesh: Mesh | None) -> PrepareFn:
-    """Gives each client of the cohort the model of its group, and no device those of others."""
-
-    def prepare(r: Round) -> tuple[Work, Report]:
-        own = take_models(r.state.groups, r.work.group, mesh)
-        return r.work._replace(client_extra=own), make_report()
-
-    return prepare
-
-
-def train_own_model(train: ClientFn) -> ClientFn:
-    """Trains one client from the model in its `client_extra` instead of its group's."""
-
-    def solve(train, client, data, shared, work: Work) -> Program:
-        bare = work._replace(client_extra=())
-        return train_from(work.client_extra, train, client, data, shared[0], bare)
-
-    return Partial(solve, train)
-
-
-def client_delta(mesh: Mesh | None) -> AggregateFn:
-    """Returns each client's own update as the step of its group.
-
-    It is a scatter; a mean over K groups would be a product with a matrix [S, K].
+def measure_alone(info: Info) -> Info:
+    """Returns what a round reports, with models that are no distance from those of their groups:
+    clients have their own.
     """
+    return info.replace(
+        discrepancy=0 * info.discrepancy,
+        group_discrepancy=jnp.nan * info.group_discrepancy,
+        dissimilarity=0 * info.dissimilarity,
+    )
 
-    def aggregate(r: Round) -> tuple[Params, jax.Array]:
-        upload, state = r.upload, r.state
-        rows = jnp.where(upload.weight > 0, r.cohort.ids, state.active.size)
-        zeros = jax.tree.map(jnp.zeros_like, state.groups)
-        mass = jnp.zeros(state.active.size).at[rows].set(upload.weight, mode="drop")
-        return put_models(zeros, rows, upload.delta, mesh), mass
 
-    return aggregate
+def serve_own(state: State) -> ServedModels:
+    """Serves each client its own model; to reports each client is a group."""
+    clients = jnp.arange(state.assignment.size, dtype=jnp.int32)
+    return ServedModels(state.rows[NAME].values, clients)

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.method import AggregateFn, FinishFn, Round
-from fedjax_cfl.sharding import split_by_parameter, take_models
+from fedjax_cfl.sharding import split_by_parameter
 from fedjax_cfl.system.reports import add_to_ledger, make_bill
 from fedjax_cfl.tree import (
     copy_statistics,
@@ -192,6 +192,12 @@ def add_inter_group(eta_g: ArrayLike) -> FinishFn:
     return inter_group(eta_g, normalize=False)
 
 
+def zero_step(r: Round) -> tuple[Params, jax.Array]:
+    """Leaves every model as it is: what clients train is not for them (an `AggregateFn`)."""
+    mass = membership_weights(r.upload.weight, r.group, r.state.active.size).sum(0)
+    return jax.tree.map(jnp.zeros_like, r.state.groups), mass
+
+
 def rebase(upload: Upload, sent: Params, groups: Params, gid: jax.Array) -> Upload:
     """Returns the upload with each delta relative to the model of the client's present
     group `gid` [S]: start + delta - group.
@@ -236,30 +242,24 @@ def apply_server_optimizer(
 
 
 def deviation(
-    state: State, groups: Params, gid: jax.Array, upload: Upload, mesh: Mesh | None = None
+    state: State, groups: Params, gid: jax.Array, upload: Upload
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the distance [S] of each trained model from the new model of its group, and
     the cosine [S] of its delta to the group's step.
 
-    Where groups are few, one matrix product of all updates with all steps gives both. Squared
-    distances are exact to about 1e-7 of the update's squared norm; a distance below 1/300 of
-    the update's norm is returned as 0.
+    One matrix product of all updates with all steps gives both. Squared distances are exact to
+    about 1e-7 of the update's squared norm; a distance below 1/300 of the update's norm is returned
+    as 0.
 
     Args: `state` has the old models and `groups` [m, ...] are the new ones; `gid` [S] int32 is
-    the group of each slot; `upload` has deltas relative to the old models of these groups; the
-    devices of `mesh` share groups that are one client's each, None: one device.
+    the group of each slot; `upload` has deltas relative to the old models of these groups.
     """
     step = jax.tree.map(jnp.subtract, groups, state.groups)
-    alone = state.active.size >= gid.size  # a group for each client
-    steps = take_models(step, gid, mesh) if alone else step
     pairs = zip(
-        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, steps)), strict=True
+        *(jax.tree.leaves(drop_statistics(tree)) for tree in (upload.delta, step)), strict=True
     )
-    if alone:
-        own = sum(jnp.sum(x * y, axis=tuple(range(1, x.ndim))) for x, y in pairs)
-    else:
-        product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
-        own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
+    product = sum(x.reshape(len(x), -1) @ y.reshape(len(y), -1).T for x, y in pairs)  # [S, m]
+    own = jnp.take_along_axis(product, gid[:, None], axis=1)[:, 0]
     step_square = squared_norms(step).sum(0)[gid]
     gap = upload.squared_norm - 2 * own + step_square
     norms = jnp.sqrt(upload.squared_norm * step_square)

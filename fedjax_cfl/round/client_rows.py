@@ -39,12 +39,6 @@ def check_layers(layers: tuple[Method, ...], method: Method) -> None:
     """
     if not layers:
         return
-    names = ", ".join(layer.name for layer in layers)
-    if method.own_models:
-        raise InputError(
-            "personal: every client of this method has a model of its own already, without"
-            f" {names}; use personal=none, or another algorithm"
-        )
     check_stack(layers)
     moves = next((layer.name for layer in layers if find_server_step(layer)), None)
     plain = method.aggregate in (None, weighted_mean, uniform_mean)
@@ -52,6 +46,16 @@ def check_layers(layers: tuple[Method, ...], method: Method) -> None:
         raise InputError(
             f"personal: {moves} moves the plain mean of its clients' models, but the server"
             " of this method makes another step; use personal=none, or another algorithm"
+        )
+
+
+def refuse_layers(local: Local) -> None:
+    """Raises InputError for layers over a method whose clients have models of their own."""
+    if local.layers:
+        names = ", ".join(layer.name for layer in local.layers)
+        raise InputError(
+            "personal: every client of this method has a model of its own already, without"
+            f" {names}; use personal=none, or another algorithm"
         )
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
 
 from fedjax_cfl.client.cohort import make_cohort, over_clients
 from fedjax_cfl.client.local import Local, Work, full_work
@@ -92,7 +91,7 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
     says who takes part and what happens to clients, a selection alone: nothing fails.
     Raises InputError for faults that are not allowed, and for layers that do not fit.
     """
-    system, mesh, layers = as_system(system), local.execution.mesh, local.layers
+    system, layers = as_system(system), local.layers
     client_rows.check_layers(layers, method)
     if (solve := method.solve) is None:
         raise InputError("method: has no solve; give it one, as sgd(task, local)")
@@ -124,15 +123,14 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         state = client_rows.keep_rows(local, state, cohort, work, upload)
         state, work, upload = regroup(now, state, cohort, work, upload)
         after, mass = update_groups(now, state, cohort, work, upload, log.sent_state)
-        measured = measure_updates(state, after.groups, cohort, work.group, upload, mass, mesh)
+        measured = measure_updates(state, after.groups, cohort, work.group, upload, mass)
         return close_round(parts, after, measured, cohort, upload, log)
 
     return Algorithm(
         init,
         round,
         serve_assigned if clustered else serve_global,
-        clustered=clustered and not method.own_models,
-        own_models=method.own_models,
+        clustered=clustered,
         split_rows=method.split_rows,
         data_clients=find_data_clients(method, layers, system.select.draw),
         nonfinite=system.faults.nonfinite,
@@ -147,8 +145,7 @@ def takes_newcomers(method: Method) -> bool:
     """Returns whether a client that first takes part after the start gets a group by its data."""
     if method.takes_newcomers is not None:
         return method.takes_newcomers
-    kept = method.assign is keep_groups and not (method.migrate or method.regroup)
-    return not method.own_models and not kept
+    return not (method.assign is keep_groups and not (method.migrate or method.regroup))
 
 
 def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
@@ -171,7 +168,7 @@ def init_state(parts: Parts, initial: Start, data: FederatedData) -> State:
         rows={**initial.rows, **(keep(initial.groups, data) if keep else {})},
     )
     # a start that reads no samples, or those of some clients alone, need not see all of them
-    if not parts.method.own_models and parts.method.start_clients is None:
+    if parts.method.start_clients is None:
         state = unassign_empty_clients(None, state, data)
     if parts.local.layers:
         state = client_rows.init_rows(parts.local, state)
@@ -204,8 +201,7 @@ def store_groups(
     Args: `before` is as in `unassign_empty_clients`; the others are those of `plan_work`.
     """
     assigned = state.replace(assignment=cohort.put(state.assignment, gid))
-    own_models = now.parts.method.own_models
-    return assigned if own_models else unassign_empty_clients(before, assigned, now.data)
+    return unassign_empty_clients(before, assigned, now.data)
 
 
 def check_payers(step: str, payers: str, number: int, *bills: Bill) -> None:
@@ -229,8 +225,7 @@ def migrate(now: Now, state: State) -> tuple[State, RoundLog]:
         return state, RoundLog(shifted, reports.make_report(), reports.no_bill())
     after, report = parts.method.migrate(now.give(MIGRATE, state))
     check_payers("migrate", "all clients [K]", data.num_clients, report.bill, report.early)
-    if not parts.method.own_models:
-        after = unassign_empty_clients(state, after, data)
+    after = unassign_empty_clients(state, after, data)
     after = merge_clocks(parts.system.clock, state, after, report.reclustered)
     return after, RoundLog(shifted, report, reports.no_bill())
 
@@ -378,18 +373,17 @@ def measure_updates(
     gid: jax.Array,
     upload: Upload,
     mass: jax.Array,
-    mesh: Mesh | None = None,
 ) -> dict[str, jax.Array]:
     """Returns what of `Info` is known from a round's updates; `System.close` has the rest.
 
     The discrepancy is that of FlexCFL, eq. 3: ||trained - new model of its own group||, over
     all clients and per group.
 
-    Args: `state`, `groups`, `gid`, `upload` and `mesh` are those of `deviation`; `mass` [m] is
-    the weight behind each group's step, 0: its model stayed.
+    Args: `state`, `groups`, `gid` and `upload` are those of `deviation`; `mass` [m] is the weight
+    behind each group's step, 0: its model stayed.
     """
     updates, group = split_models(upload, gid, groups)
-    distance, cosine = deviation(state, groups, group, updates, mesh)
+    distance, cosine = deviation(state, groups, group, updates)
     trained = (upload.weight > 0).astype(jnp.float32)
     used = trained if updates is upload else (updates.weight > 0).astype(jnp.float32)
     (per_group,), count = group_mean(used, group, (distance,), state.active.size)

@@ -176,8 +176,7 @@ def carry_shapes(algorithm: Algorithm, carry: Carry, mesh: Mesh) -> Carry:
         for name, part in numbered.rows.items()
         if isinstance(part, Rows) or name in algorithm.split_rows
     }
-    own = (numbered.groups, numbered.server) if algorithm.own_models else ()
-    split = set(jax.tree.leaves((rows, own)))
+    split = set(jax.tree.leaves(rows))
     first = state.round.ndim + 1  # of a model's axes, behind those of several runs and K
     shapes = [
         shape_on(

@@ -170,14 +170,15 @@ def metrics_row(
     )
     down, up = reports.count_bytes(sent, model_bytes)
     row = {name: value.tolist() for name, value in found.items()}
+    unknown = [math.nan] * len(row["group_sizes"])  # of models that are no group's
     return {
         "round": done,
         **row,
         "train_loss": float(infos.loss[-1]),
         "train_loss_last": float(infos.last_loss[-1]),
         "discrepancy": mean_of_rounds(infos.discrepancy),
-        # as many as groups that clients can be in
-        "group_discrepancy": infos.group_discrepancy[-1][: len(row["group_sizes"])].tolist(),
+        # as many as models that clients can be served
+        "group_discrepancy": [*infos.group_discrepancy[-1].tolist(), *unknown][: len(unknown)],
         "dissimilarity": mean_of_rounds(infos.dissimilarity),
         "cold_clients": int(infos.cold.sum()),
         "shifted_clients": int(infos.shifted.sum()),
