@@ -234,6 +234,7 @@ class Upload(struct.PyTreeNode):
     extra: Any = ()
     rows: dict[str, Any] = struct.field(default_factory=dict)  # by layer, what each client keeps
     model_steps: Any = None  # [S] int32, steps of the group's model alone, where clients do SGD
+    inferred: Any = None  # [S] int32, samples that other models predicted meanwhile, None: 0
 
 
 class FaultCounts(struct.PyTreeNode):

@@ -7,6 +7,7 @@ with, it has received.
 """
 
 import contextlib
+import importlib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +24,8 @@ from fedjax_cfl.client.executor import Cases, Loop, Program, as_program
 from fedjax_cfl.round import engine
 from fedjax_cfl.system.system import System
 from fedjax_cfl.types import Bill
+
+ENTERING = ("flux", "md_icfl.md_icfl", "tkm")  # methods that enter bills into the ledger themselves
 
 
 class Work(NamedTuple):
@@ -45,6 +48,7 @@ class Watch:
         self.work: list[Work] = []
         self.delivered: list[Any] = []
         self.started: list[Any] = []
+        self.entered: list[Any] = []
         self.place = [(-1, -1, 0)]  # (client, step, number of the program), while traced
         self.clients: list[jax.Array] = []  # [S], of the cohort that is traced
         self.programs = 0
@@ -197,8 +201,15 @@ def watch_bills(watch: Watch, patch: pytest.MonkeyPatch) -> None:
         jax.debug.callback(lambda *given: watch.started.append(given), *bills)
         return add(traffic, *bills)
 
+    def entered(traffic, *bills):
+        jax.debug.callback(lambda *given: watch.entered.extend(given), *bills)
+        return add(traffic, *bills)
+
     patch.setattr(System, "deliver", delivered)
     patch.setattr(engine.reports, "add_to_ledger", started)
+    for name in ENTERING:
+        module = importlib.import_module(f"fedjax_cfl.algorithms.{name}")
+        patch.setattr(module, "add_to_ledger", entered)
 
 
 class Counts(NamedTuple):
@@ -272,6 +283,7 @@ def count_round(watch: Watch, state: Any, data: Any) -> Counts:
     everybody = partial(by_client, at=np.arange(clients))
     bills = [(everybody, each) for each in (migration.bill, migration.early, poll)]
     bills += [(by_client, bill) for report in planned for bill in (report.bill, report.early)]
+    bills += [(everybody, bill) for bill in watch.entered]
     given = [jax.tree.map(place, bill) for place, bill in bills if bill.samples.size]
     leaf = jax.tree.leaves(state.groups)[0]
     models = jax.tree.leaves(upload.delta)[0][0].size // leaf[0].size

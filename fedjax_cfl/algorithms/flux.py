@@ -248,7 +248,8 @@ def cluster_descriptions(
             group = jnp.where(able, group, -1).astype(jnp.int32)
             groups, server = repeat_first((state.groups, state.server))
             absent = able & ~cohort.put(jnp.zeros_like(able), True)
-            sent = make_bill(units_down=absent, words_up=able * described[0].size)
+            samples = absent * r.data.train.size
+            sent = make_bill(absent, words_up=able * described[0].size, samples=samples)
             after = state.replace(
                 groups=groups,
                 server=server,

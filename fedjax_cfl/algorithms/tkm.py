@@ -34,6 +34,7 @@ from fedjax_cfl.round.aggregate import (
 from fedjax_cfl.round.engine import federated, unassign_empty_clients
 from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.sharding import put_models
+from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, sum_fault_counts
 from fedjax_cfl.system.system import System, SystemLike, as_system
@@ -116,7 +117,8 @@ def local_erm(
         delta = put_models(zeros, cohort.ids, upload.delta, local.execution.mesh)
         known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
         real = cohort.ids < data.num_clients
-        sent = make_bill(units_down=real, units_up=real & (counts.dropped == 0))
+        samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps
+        sent = make_bill(real, real & (counts.dropped == 0), samples=samples)
         report = make_report(sent, fault_counts=sum_fault_counts(counts, cohort))
         return jax.tree.map(jnp.add, start, delta), known, report
 

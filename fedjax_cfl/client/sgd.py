@@ -96,9 +96,12 @@ class LocalSGD:
                 start_group=jnp.where(count > 0, work.group, 0),
                 rows=rows,
                 model_steps=plan.steps,
+                inferred=plan.steps * local.batch_size * sum(predictions) if predictions else None,
             )
 
         gradients = 1
+        asked = (change for change in changes if change.predictions)
+        predictions = [change.predictions(work.rows[change.name]) for change in asked]
         if changes:
             gradients = count_gradients(training, data, changes)
             return map_result(direct_loop(training, data, changes), upload)
@@ -141,7 +144,7 @@ def add_change(solve: ClientFn, change: StepChange) -> ClientFn:
         )
     functions = {
         name: as_pytree(function)
-        for name in ("step", "objective", "keep")
+        for name in ("step", "objective", "keep", "predictions")
         if (function := getattr(change, name)) is not None
     }
     return Partial(solve.func, (*before, change.replace(**functions)), *rest)

@@ -29,6 +29,8 @@ class StepChange(struct.PyTreeNode):
     objective: Callable[..., Any] | None = None
     # (training, row, trained - received) -> the row after the last step; None: that of `step`
     keep: Callable[[Training, Any, Params], Any] | None = None
+    # (row) -> [] int32, how many models predict each mini-batch that are not trained; None: none
+    predictions: Callable[[Any], jax.Array] | None = None
     # True: its row is added to every gradient of the group's model
     corrects: bool = struct.field(pytree_node=False, default=False)
     # mini-batches in a step: a client takes as many steps fewer

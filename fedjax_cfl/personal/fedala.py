@@ -52,9 +52,9 @@ def fedala(
 
     A client mixes `layers`, by their names in the model's parameters, and takes all others from its
     group's model. It fits W by steps of size `lr` (0: the method below) on `share` of its training
-    samples, one pass a round, and until the losses settle when it first does. These passes are not
-    counted. Raises InputError for a value that is not allowed, and, when the method is built, for a
-    layer that the model does not have.
+    samples, one pass a round, and until the losses settle when it first does; these are steps, too.
+    Raises InputError for a value that is not allowed, and, when the method is built, for a layer
+    that the model does not have.
     """
     if share == 0:
         raise InputError("personal.share=0.0: must be above 0; use personal=none")
@@ -103,7 +103,7 @@ def train_from_mixture(
     stays = row.group == work.group
     weights = jax.tree.map(lambda w: jnp.where(stays, w, jnp.ones_like(w)), row.weights)
     row, met = row.replace(weights=weights, fitted=row.fitted & stays), row.group >= 0
-    weights = fit(jax.random.fold_in(key, client), client, data, row, model)
+    weights, steps = fit(jax.random.fold_in(key, client), client, data, row, model)
     start = jax.tree.map(
         lambda mixed, g: jnp.where(met, mixed, g), mix(weights, row.model, model), model
     )
@@ -112,22 +112,24 @@ def train_from_mixture(
         own = jax.tree.map(jnp.add, start, upload.delta)
         delta = jax.tree.map(jnp.subtract, own, model)
         rows = {**upload.rows, NAME: Mixing(own, weights, work.group, met)}
-        return upload.replace(delta=delta, rows=rows)
+        return upload.replace(delta=delta, steps=upload.steps + steps, rows=rows)
 
     return map_result(train_from(start, solve, client, data, key, work), keep)
 
 
 def fit_weights(task: Task, share: float, batch_size: int) -> Any:
-    """Returns f(lr, key, client, data, row, model) -> W, after one pass over a random block of the
-    client's samples, or after those of a first fit; of a client that has not trained, as it is.
+    """Returns f(lr, key, client, data, row, model) -> (W, steps), after one pass over a random
+    block of the client's samples, or after those of a first fit; of a client that has not trained,
+    W as it is.
 
     Args: those of `fedala`; `batch_size` is B.
     """
     each_loss = task.sample_loss or task.loss
 
-    def fit(lr, key, client, data, row: Mixing, model: Params) -> Params:
+    def fit(lr, key, client, data, row: Mixing, model: Params) -> tuple[Params, jax.Array]:
         count, first = client_range(client, data)
         size = jnp.ceil(share * count - 1e-3).astype(jnp.int32)
+        batches = lax.div(size + batch_size - 1, batch_size)
         draw = jax.random.fold_in(key, INT32_MAX)  # no step of training has that number
         begin = first + jax.random.randint(draw, (), 0, count - size + 1)
 
@@ -154,7 +156,6 @@ def fit_weights(task: Task, share: float, batch_size: int) -> Any:
 
         def run_pass(carry):
             weights, losses, passes = carry
-            batches = lax.div(size + batch_size - 1, batch_size)
             weights, last = lax.fori_loop(0, batches, step, (weights, jnp.zeros(())))
             return weights, jnp.roll(losses, 1).at[0].set(last), passes + 1
 
@@ -164,6 +165,7 @@ def fit_weights(task: Task, share: float, batch_size: int) -> Any:
             return (passes < limit) & ((passes <= WINDOW) | (jnp.std(losses) >= SMALL))
 
         begun = row.weights, jnp.zeros(WINDOW), jnp.zeros((), jnp.int32)
-        return lax.while_loop(is_unsettled, run_pass, begun)[0]
+        weights, _, passes = lax.while_loop(is_unsettled, run_pass, begun)
+        return weights, passes * batches
 
     return fit

@@ -59,7 +59,9 @@ def moon(
         def contrast(objective: Objective, received: Params, row: Previous) -> Objective:
             return add_contrast(task, layer, objective, (received, row), (mu, temperature))
 
-        changed = add_change(solve, StepChange("MOON", objective=contrast, keep=keep_model))
+        change = StepChange("MOON", objective=contrast, keep=keep_model)
+        # the previous and the received model predict each mini-batch
+        changed = add_change(solve, change.replace(predictions=lambda row: 2 * row.known))
         if not isinstance(find_objective(changed), Objective):
             raise InputError(
                 "personal=moon: adds to the loss of samples, but clients of this method minimise"

@@ -38,7 +38,7 @@ class RoundLog(NamedTuple):
     # the state whose models were sent, and the group [S] whose model each client got
     sent_state: State | None = None
     sent_group: jax.Array | None = None
-    training: Report | None = None  # models sent, and faults
+    training: Report | None = None  # models sent, samples inferred in it, and faults
     # [S] float32, how long each client took; None: time is not simulated
     seconds: jax.Array | None = None
     duration: jax.Array | None = None  # [n] float32, simulated seconds of the round on each clock
@@ -104,22 +104,20 @@ class System(NamedTuple):
         answered, downloads = real & (counts.dropped == 0), real & ships_model
         if log.poll.samples.size:  # who was sent its model by the poll is not sent it again
             downloads &= cohort.take(log.poll.units_down) == 0
+        inferred = 0 if upload.inferred is None else upload.inferred
+        bill = reports.make_bill(downloads, answered, samples=inferred)
         upload = faults.clear_extra(upload, counts.nonfinite > 0)
         waited = clocks.wait_before(clock, state, log.migration, log.poll, model_bytes)
         duration, late, seconds = waited, jnp.zeros((), jnp.int32), None
         if clock is not None:
-            sent = reports.make_report(reports.make_bill(units_down=downloads, units_up=answered))
-            parts = [sent, *log.planned]
+            parts = [reports.make_report(bill), *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, parts, model_bytes, clients)
             end = clocks.end_round(
                 clock, cohort, log.sent_group, answered, seconds, waited, clients
             )
             duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
             upload = faults.drop_updates(end.late, upload)
-        report = reports.make_report(
-            reports.make_bill(units_down=downloads, units_up=answered),
-            fault_counts=reports.sum_fault_counts(counts, cohort),
-        )
+        report = reports.make_report(bill, fault_counts=reports.sum_fault_counts(counts, cohort))
         planned = tuple(
             each.replace(bill=reports.count_arrived(each.bill, answered)) for each in log.planned
         )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.client.cohort import make_cohort, over_clients
+from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import training_loss
 from fedjax_cfl.client.sgd import sgd
@@ -76,7 +76,8 @@ def reject_unbalanced(share: Fraction = 0.1) -> MakeStart:
                 return attempt + 1, draw(jax.random.fold_in(key, attempt), data).groups
 
             drawn, groups = lax.while_loop(unbalanced, redraw, redraw((0, None)))
-            sent = make_bill(units_down=drawn * real * m, words_up=drawn * real)
+            size = client_range(cohort.ids, data)[0]
+            sent = make_bill(drawn * real * m, words_up=drawn * real, samples=drawn * m * size)
             return Start(groups, report=make_report(sent))
 
         return start
@@ -109,7 +110,8 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
             return (best_loss, farthest), chosen
 
         _, chosen = lax.scan(next_center, (jnp.full(real.shape, jnp.inf), first), length=m)
-        sent = make_bill(real * (1 + m), real, words_up=real * m)
+        inferred = m * client_range(cohort.ids, data)[0]
+        sent = make_bill(real * (1 + m), real, words_up=real * m, samples=inferred)
         report = report.replace(bill=add_bills(report.bill, sent))
         return Start(take_rows(models, chosen), report=report)
 
