@@ -199,6 +199,10 @@ class Cohort(struct.PyTreeNode):
         """
         return jax.tree.map(lambda leaf: leaf[jnp.minimum(self.ids, len(leaf) - 1)], table)
 
+    def keep(self, who: jax.Array, num_clients: int) -> "Cohort":
+        """Returns the cohort with the slots of clients that are not in `who` [S] bool empty."""
+        return self.replace(ids=jnp.where(who, self.ids, num_clients))
+
     def put(self, table: jax.Array, rows: ArrayLike, where: jax.Array | None = None) -> jax.Array:
         """Returns the `table` [K, ...] with the `rows` [S, ...] of its clients written into it;
         those of empty slots are dropped, and those of slots that are not in `where` [S] bool.

@@ -149,7 +149,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
             def sides():
                 cuts = tree.models, tree.parent_update, tree.split_update
                 model, stayed, left = jax.tree.map(lambda leaf: leaf[h][None], cuts)
-                trainees = cohort.replace(ids=jnp.where(undecided, cohort.ids, data.num_clients))
+                trainees = cohort.keep(undecided, data.num_clients)
                 upload, more = train(jax.random.fold_in(r.key, h), model, trainees, data)
                 return cosine(upload.delta, left)[:, 0] > cosine(upload.delta, stayed)[:, 0], more
 

@@ -26,7 +26,7 @@ from fedjax_cfl.algorithms.fielding.represent import project
 from fedjax_cfl.algorithms.fl_hc import join_nearest_direction
 from fedjax_cfl.client.local import Local, Work, count_steps
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
+from fedjax_cfl.clustering.assign import TrainFn, ask_newcomers, train_without_recording
 from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
@@ -110,7 +110,7 @@ def cfl_gp(
         ),
         client_rows=partial(init_means, m, project_to),
         split_rows=(VECTORS,),
-        assign=join_nearest_direction(train, euclidean, warm_up=0),
+        assign=ask_newcomers(join_nearest_direction(train, euclidean), after=0),
         prepare=charge_criterion(local, plan, project_to),
         regroup=partition_updates(train, local, plan, project_to, restarts),
         aggregate=pick(aggregate, **MEANS),
@@ -207,7 +207,7 @@ def update_criterion(
     state, cohort, upload = r.state, r.cohort, r.upload
     criterion, answered = plan.criterion(state.round), upload.weight > 0
     other = answered & (r.group != criterion)
-    asked = cohort.replace(ids=jnp.where(other, cohort.ids, r.data.num_clients))
+    asked = cohort.keep(other, r.data.num_clients)
     model = take_rows(state.groups, criterion[None])
     aside, _ = train(r.key, model, asked, r.data, local.lr_scale(state.round))
     delta = where_rows(other, aside.delta, upload.delta)

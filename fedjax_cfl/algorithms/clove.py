@@ -102,7 +102,7 @@ def cluster_losses(
         asked = (size > 0) & ~at_random
         if stable is not None:
             asked &= (met < 0) | (state.memory.rounds < stable)
-        askers = cohort.replace(ids=jnp.where(asked, cohort.ids, data.num_clients))
+        askers = cohort.keep(asked, data.num_clients)
         loss = losses(askers, data, state.groups, take_cohort_rows(state, cohort, mesh))
 
         def cluster(key, loss, asked, alone):

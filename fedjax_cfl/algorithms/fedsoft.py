@@ -26,8 +26,7 @@ from fedjax_cfl.client.cohort import (
     SAMPLE_BLOCK,
     ClientFn,
     client_range,
-    make_cohort,
-    over_clients,
+    map_clients,
     read_block,
 )
 from fedjax_cfl.client.executor import Loop, Program, map_result
@@ -133,17 +132,16 @@ def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> M
 
     Args: as those of `fedsoft`.
     """
-    count = over_clients(partial(count_best, task), local.execution)
+    count = partial(map_clients, partial(count_best, task), local.execution)
 
     def migrate(r: Round) -> tuple[State, Report]:
         state, data = r.state, r.data
         old, size = state.rows[SHARES], data.train.size
         asked = (size > 0) & ((state.round % every == 0) | ~old.known)
-        ids = jnp.where(asked, jnp.arange(size.size, dtype=jnp.int32), size.size)
-        cohort = make_cohort(ids, data, local.execution)
-        best = count(cohort, data, state.groups)
+        best = count(state.groups, data, asked)
         shares = best / jnp.maximum(best.sum(1, keepdims=True), 1.0)
-        table = cohort.put(old.shares, jnp.where(shares > 0, shares, sigma))
+        shares = jnp.where(shares > 0, shares, sigma)
+        table = jnp.where(asked[:, None], shares, old.shares)
         largest = jnp.argmax(table, axis=1).astype(jnp.int32)
         group = jnp.where(asked, largest, state.assignment)
         moved = asked & old.known & (group != state.assignment)

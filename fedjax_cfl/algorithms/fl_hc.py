@@ -22,22 +22,20 @@ from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
-from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
+from fedjax_cfl.clustering.assign import TrainFn, ask_newcomers, train_without_recording
 from fedjax_cfl.clustering.distances import cosine_distance, euclidean, manhattan
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, RegroupFn, Round
 from fedjax_cfl.round.aggregate import MEANS, MeanName, zero_step
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import keep_groups, one_active_group
+from fedjax_cfl.round.start import one_active_group
 from fedjax_cfl.sharding import flatten_updates, on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
-from fedjax_cfl.system.select import is_unassigned
 from fedjax_cfl.system.system import SystemLike, use_all_clients
 from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
-    Cohort,
     FederatedData,
     Info,
     Key,
@@ -91,12 +89,12 @@ def fl_hc(
         raise InputError("algorithm.metric: linkage=ward is defined for metric=L2")
     mean = pick(aggregate, **MEANS)
     solve, start = sgd(task, local), one_active_group(task, m)
-    join = join_largest_group(warm_up)
+    join: AssignFn = join_largest_group
     if newcomers == "nearest":
-        train = train_without_recording(solve, local, system)
-        join = join_nearest_direction(train, distance, warm_up)
+        join = join_nearest_direction(train_without_recording(solve, local, system), distance)
     found = cluster_updates(m, distance, linkage, threshold, newcomers, local.execution.mesh)
-    method = Method(solve, start=start, memory=init_memory, assign=join, aggregate=mean)
+    assign = ask_newcomers(join, after=warm_up)
+    method = Method(solve, start=start, memory=init_memory, assign=assign, aggregate=mean)
     grouped = federated(task, local, system, method)
     method = Method(solve, start=start, regroup=found, aggregate=zero_step)
     clustering = federated(task, local, use_all_clients(system), method)
@@ -155,53 +153,26 @@ def cluster_updates(
     return regroup
 
 
-def missed_clustering(state: State, data: FederatedData, cohort: Cohort, warm_up: int) -> jax.Array:
-    """Returns which slots [S] bool have a client with samples that is in no group after the
-    clustering.
-
-    Args: `warm_up` is the round of the clustering; the others are those of an `AssignFn`.
-    """
-    able = cohort.take(data.train.size) > 0
-    return is_unassigned(state, cohort) & able & (state.round > warm_up)
+def join_largest_group(r: Round) -> tuple[jax.Array, Report]:
+    """Assigns clients the group of most founders."""
+    return jnp.full(r.cohort.ids.shape, r.state.memory.largest), make_report()
 
 
-def join_largest_group(warm_up: int) -> AssignFn:
-    """Assigns clients that missed the clustering the group of most founders."""
-
-    def assign(r: Round) -> tuple[jax.Array, Report]:
-        state = r.state
-        gid, report = keep_groups(r)
-        missed = missed_clustering(state, r.data, r.cohort, warm_up)
-        return jnp.where(missed, state.memory.largest, gid), report
-
-    return assign
-
-
-def join_nearest_direction(train: TrainFn, metric: MetricFn, warm_up: int) -> AssignFn:
-    """Assigns clients that missed the clustering the group of the nearest mean update.
+def join_nearest_direction(train: TrainFn, metric: MetricFn) -> AssignFn:
+    """Assigns clients the group of the nearest mean update.
 
     They train once from the model that was clustered, which costs a model down and one up.
     """
 
-    def assign(r: Round) -> tuple[jax.Array, Report]:
-        state, data, cohort = r.state, r.data, r.cohort
-        gid, _ = keep_groups(r)
-        waiting = missed_clustering(state, data, cohort, warm_up)
+    def choose(r: Round) -> tuple[jax.Array, Report]:
+        memory, slots = r.state.memory, r.cohort.ids.size
+        upload, report = train(r.key, memory.initial, r.cohort, r.data)
+        both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, memory.directions)
+        distance = metric(both)[:slots, slots:]
+        usable = r.state.active & jnp.isfinite(distance)
+        real = r.cohort.ids < r.data.num_clients
+        sent = make_bill(units_down=real, units_up=real)
+        closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
+        return closest, report.replace(early=sent)
 
-        def nearest():
-            newcomers = cohort.replace(ids=jnp.where(waiting, cohort.ids, data.num_clients))
-            upload, report = train(r.key, state.memory.initial, newcomers, data)
-            both = jax.tree.map(
-                lambda *parts: jnp.concatenate(parts), upload.delta, state.memory.directions
-            )
-            distance = metric(both)[: gid.size, gid.size :]
-            usable = state.active & jnp.isfinite(distance)
-            closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
-            return closest.astype(jnp.int32), report
-
-        nothing = make_report(make_bill(jnp.zeros_like(gid)))
-        joined, report = lax.cond(jnp.any(waiting), nearest, lambda: (gid, nothing))
-        sent = make_bill(units_down=waiting, units_up=waiting)
-        return jnp.where(waiting, joined, gid), report.replace(early=sent)
-
-    return assign
+    return choose

@@ -135,7 +135,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         known, m = state.rows[KNOWN], state.active.size
         real = cohort.ids < data.num_clients
         new = real & (cohort.take(data.train.size) > 0) & ~cohort.take(known)
-        newcomers = cohort.replace(ids=jnp.where(new, cohort.ids, data.num_clients))
+        newcomers = cohort.keep(new, data.num_clients)
         upload, report = train(r.key, state.memory.anchor, newcomers, data)
         old = jnp.where(known, state.assignment, -1)
         directions, count, compared = average_directions(state, old, m, cohort, represent)

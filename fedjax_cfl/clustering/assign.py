@@ -1,4 +1,4 @@
-"""Which group each client of the cohort trains, of methods that are no calls of `clustered`.
+"""Which group each client of the cohort trains, of clients that have none yet.
 
 All are `AssignFn`s (see `method`). The engine stores the groups as the assignment of the cohort;
 other clients keep theirs. `train_without_recording` trains outside of a round: the first updates of
@@ -67,30 +67,39 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
     return run
 
 
+def ask_newcomers(choose: AssignFn, after: int = -1) -> AssignFn:
+    """Returns `choose` for the clients with samples that have no group yet; others keep theirs.
+    Nobody is asked up to the round `after`.
+    """
+
+    def assign(r: Round) -> tuple[jax.Array, Report]:
+        state, cohort = r.state, r.cohort
+        able = (cohort.take(r.data.train.size) > 0) & (state.round > after)
+        new = is_unassigned(state, cohort) & able
+        chosen, report = choose(r._replace(cohort=cohort.keep(new, r.data.num_clients)))
+        kept = jnp.maximum(current_groups(state, cohort), 0)
+        return jnp.where(new, chosen, kept).astype(jnp.int32), report
+
+    return assign
+
+
 def cold_start(
     choose: AssignFn, downloads: Callable[[ArrayLike], ArrayLike] = lambda groups: groups
 ) -> AssignFn:
-    """Keeps the group of every client that has one, and chooses that of the others once.
-
-    A newcomer downloads m vectors when it is first selected, and chooses by itself (FlexCFL,
-    Algorithm 3 from line 18). One without training samples has nothing to choose by, and is not
-    asked.
+    """Asks newcomers, each of which downloads m vectors when it is first selected, and chooses by
+    itself (FlexCFL, Algorithm 3 from line 18).
 
     Args: `downloads` is (groups in use []) -> models that a newcomer receives for its choice,
     beside the one that it trains.
     """
 
-    def assign(r: Round) -> tuple[jax.Array, Report]:
-        state, data, cohort = r.state, r.data, r.cohort
-        cold = is_unassigned(state, cohort) & (cohort.take(data.train.size) > 0)
-        newcomers = cohort.replace(ids=jnp.where(cold, cohort.ids, data.num_clients))
-        chosen, report = choose(r._replace(cohort=newcomers))
-        met = jnp.maximum(current_groups(state, cohort), 0)
-        gid = jnp.where(cold, chosen, met).astype(jnp.int32)
-        sent = make_bill(units_down=cold * downloads(state.active.sum()))
+    def choose_downloaded(r: Round) -> tuple[jax.Array, Report]:
+        gid, report = choose(r)
+        cold = r.cohort.ids < r.data.num_clients
+        sent = make_bill(units_down=cold * downloads(r.state.active.sum()))
         return gid, report.replace(bill=add_bills(report.bill, sent))
 
-    return assign
+    return ask_newcomers(choose_downloaded)
 
 
 def nearest_direction(pretrain: TrainFn) -> AssignFn:

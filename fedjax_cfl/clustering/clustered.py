@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from fedjax_cfl.client.cohort import client_range
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.clustering.assign import ask_newcomers
 from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.measure import MakeMeasure, Measure, Question, losses
 from fedjax_cfl.clustering.migrate import (
@@ -30,7 +31,7 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import count_groups, keep_groups, no_clients, random_groups
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import make_bill, make_report
-from fedjax_cfl.system.select import current_groups, is_unassigned
+from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import checked
@@ -239,20 +240,6 @@ def check_groups(name: str, found: Any, cohort: Cohort) -> None:
         f"{name}: returned {shown}; return one whole number from 0 to m - 1 for each row of values,"
         f" int32[{cohort.ids.size}]"
     )
-
-
-def ask_newcomers(choose: AssignFn) -> AssignFn:
-    """Returns `choose` for the clients with samples that have no group yet; others keep theirs."""
-
-    def assign(r: Round) -> tuple[jax.Array, Report]:
-        able = r.cohort.take(r.data.train.size) > 0
-        new = is_unassigned(r.state, r.cohort) & able
-        newcomers = r.cohort.replace(ids=jnp.where(new, r.cohort.ids, r.data.num_clients))
-        chosen, bill = choose(r._replace(cohort=newcomers))
-        kept = jnp.maximum(current_groups(r.state, r.cohort), 0)
-        return jnp.where(new, chosen, kept).astype(jnp.int32), bill
-
-    return assign
 
 
 def as_regroup(regroup: Callable[[Round], Any]) -> RegroupFn:
