@@ -22,8 +22,7 @@ from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
 from fedjax_cfl.cli.names import list_known, read_line
 from fedjax_cfl.cli.sweep import check_line
-from fedjax_cfl.data.datasets import csv, files, parquet, readers
-from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets import csv, files, leaf, parquet, readers
 from fedjax_cfl.errors import InputError
 
 # of each test of a reader, and of the one of command lines, which is slower

@@ -85,7 +85,10 @@ def test_without_a_split_each_client_tests_on_a_share(tmp_path):
         ({"client": np.zeros((2, 2))}, "client has shape (2, 2)"),
         ({"client": np.zeros(3)}, "client has shape (3,), expected (12,)"),
         ({"client": np.zeros(2), "sample": np.array([0.5, 1])}, "sample has shape (2,) and dtype"),
-        ({"client": np.zeros(2), "sample": np.arange(2), "split": np.array([0, 2])}, "split has 2"),
+        (
+            {"client": np.zeros(2), "sample": np.arange(2), "split": np.array([0, 2])},
+            "split is '2' in sample 1",
+        ),
     ],
 )
 def test_what_is_no_partition_is_one_line(content, says, tmp_path):

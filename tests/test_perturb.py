@@ -130,13 +130,10 @@ def test_tables_are_read(root):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,b\n1,2\n", "header is 'a,b', expected period,"),
-        (f"{HEADER}\n", "column period must hold finite numbers"),
-        (f"{HEADER}\n1,2\n", "must hold finite numbers in row 1"),
-        (
-            f"{HEADER}\n0,0,0,0,0,0,nan\n",
-            "column class must hold finite numbers in row 1",
-        ),
+        ("a,b\n1,2\n", "y=class is not there"),
+        (f"{HEADER}\n", "table has no rows"),
+        (f"{HEADER}\n1,2\n", "column class has no value in row 1"),
+        (f"{HEADER}\n0,0,0,0,0,x,1\n", "column transfer is 'x' in row 1"),
         (f"{HEADER}\n" + "0,0,0,0,0,0,2\n" * 48, "y is 2 in sample 0"),
         (f"{HEADER}\n0,0,0,0,0,0,1\n", "dataset.source.clients=48: at most 1"),
     ],

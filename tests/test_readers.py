@@ -43,14 +43,14 @@ def test_idx_plain_and_gzip(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "magic"),
+        (b"", "begins with 0x, expected an IDX file"),
         (b"<html>not found</html>", "is a web page, as a download that failed leaves"),
-        (idx(IMAGES, kind=0x0D), "type is 0x0d"),
+        (idx(IMAGES, kind=0x0D), "begins with 0x00000d03, expected an IDX file of uint8"),
         (idx(IMAGES)[:6], "shape"),
-        (bytes([0, 0, 8, 0]), "shape"),
-        (idx(IMAGES)[:-1], "size of the data is 23 bytes, expected 24"),
-        (idx(IMAGES) + b"x", "size of the data is 25 bytes"),
-        (b"\0\0\x08\x03" + b"\xff" * 12, "size of the data"),
+        (bytes([0, 0, 8, 0]), "begins with 0x00000800"),
+        (idx(IMAGES)[:-1], "holds 39 bytes, expected 40 for shape (2, 3, 4)"),
+        (idx(IMAGES) + b"x", "holds 41 bytes, expected 40"),
+        (b"\0\0\x08\x03" + b"\xff" * 12, "holds 16 bytes, expected"),
         (gzip.compress(idx(IMAGES), mtime=0)[:-9], "gzip"),
         (b"\x1f\x8b" + b"junk" * 9, "gzip"),
     ],
@@ -92,18 +92,13 @@ GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
         ("[" * 100_000, "not JSON"),
         ("[]", "'user_data' is missing"),
         ({"users": [], "num_samples": []}, "'user_data' is missing"),
-        (GOOD | {"users": ["a", "c"]}, "'b', expected only names"),
-        (GOOD | {"users": ["a", "b", "c"], "num_samples": [1, 1, 1]}, "'c' is listed without data"),
-        (GOOD | {"users": ["a", "b", "b"], "num_samples": [1, 1, 1]}, "users holds a repeated"),
-        (GOOD | {"num_samples": [1]}, "num_samples has 1 entries, expected 2"),
-        (GOOD | {"num_samples": [1, "2"]}, "num_samples of user 'b' is '2', expected a whole"),
         (leaf(a=([[1, 2]], [0, 1])), "user 'a' has 1 of x and 2 of y, expected as many"),
         (leaf(a=(["ab", "abc"], ["a", "b"])), "user 'a' has text, expected windows of one length"),
         (leaf(a=(["ab"], ["ab"])), "user 'a' has text, expected windows of one length"),
         (leaf(a=(["ab", 1], ["a", "b"])), "user 'a' has text, expected windows of one length"),
-        (leaf(a=(["ab"], ["a"]), b=([[1, 2]], [0])), "hold text and numbers, expected either"),
+        (leaf(a=(["ab"], ["a"]), b=([[1, 2]], [0])), "dtype float32, expected (2,) and int32"),
         (leaf(a=([[1, 2], [3]], [0, 1])), "x of user 'a' is ragged"),
-        (leaf(a=([[1, 2]], [0]), b=([[1, 2, 3]], [0])), "samples of shape (3,), expected (2,)"),
+        (leaf(a=([[1, 2]], [0]), b=([[1, 2, 3]], [0])), "samples of shape (3,) and dtype"),
         (leaf(a=([["one", "two"]], [0])), "x of user 'a' is not numeric"),
         (leaf(a=([[1, None]], [0])), "x of user 'a' is not numeric"),
         (leaf(a=([[1, 2]], ["z"])), "y of user 'a' is not numeric"),
@@ -116,18 +111,15 @@ def test_bad_leaf(tmp_path, content, says):
     fails(says, tmp_path / "f.json", datasets.leaf, tmp_path / "f.json")
 
 
-def test_a_file_that_contradicts_itself_is_read_and_said(tmp_path, capsys):
+def test_the_samples_of_a_file_that_contradicts_itself_count(tmp_path):
     """LEAF's test files of Shakespeare state 79 samples too many; others leave both lists out."""
-    stated = GOOD | {"num_samples": [80, 1]}
+    stated = GOOD | {"users": ["a", "b", "c"], "num_samples": [80, 1]}
     bare = {"user_data": GOOD["user_data"]}
-    for content, said in ((stated, True), (bare, False), (GOOD, False)):
+    for content in (stated, bare, GOOD):
         (tmp_path / "f.json").write_text(json.dumps(content))
         pool = datasets.leaf(tmp_path / "f.json")
         assert pool.x.tolist() == [[1, 2], [3, 4]] and pool.y.tolist() == [0, 1]
         assert pool.client_names == ("a", "b")
-        error = capsys.readouterr().err
-        assert ("not what is there for 1 of 2 users, first 'a' with 80 for 1" in error) == said
-        assert error.count("\n") == said
 
 
 def test_windows_of_text_are_numbers_of_characters(tmp_path, capsys):

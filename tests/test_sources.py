@@ -12,8 +12,9 @@ from conftest import one_line
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
-from fedjax_cfl.data.datasets.files import leaf, npy, npz
+from fedjax_cfl.data.datasets.files import npy, npz
 from fedjax_cfl.data.datasets.images import cifar100, digits, fashion_mnist, femnist, mnist
+from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.data.datasets.synthetic import synthetic
 from fedjax_cfl.data.federated import federate
@@ -230,7 +231,7 @@ def test_official_split_is_kept(tmp_path, monkeypatch):
     (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(
         bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1])
     )
-    one_line("10 images but 2 labels", fashion_mnist, offline=True)
+    one_line("images (10, 28, 28) and labels (2,)", fashion_mnist, offline=True)
 
 
 def cifar_records(coarse, fine):
@@ -261,7 +262,7 @@ def test_cifar100(tmp_path, monkeypatch):
     with pytest.raises(InputError, match="holds 2 names, expected 100"):
         cifar100()
     (folder / "test.bin").write_bytes(cifar_records([4], [7])[:-1])
-    with pytest.raises(InputError, match="3073 bytes, expected 1 to 50000 records of 3074"):
+    with pytest.raises(InputError, match="3073 bytes, expected records of 3074"):
         cifar100()
     (folder / "test.bin").write_bytes(cifar_records([20], [100]))
     with pytest.raises(InputError, match="y is 20 in sample 2"):

@@ -177,7 +177,7 @@ BAD_CSV = {
         "concept changes within client 1, first in sample 2",
     ),
     "concept of nobody": (
-        b"p,y,k\n1,a,u\n", dict(y="y", concept="k"), "concept needs client",
+        b"p,y,k\n1,a,u\n", dict(y="y", concept="k"), "concept is there without client",
     ),
     "gzip cut": (gzip.compress(b"p,y\n1,a\n")[:-8], dict(y="y"), "packed by gzip"),
     "pickle": (b"\x80\x04\x95anything", dict(y="y"), "is a pickle"),
@@ -309,7 +309,7 @@ def test_other_parts_of_a_parquet_file(path):
         ("empty", "or an empty one, in row 1"),
         ("when", "column when holds dates, expected numbers: name it time"),
         ("word", "column word is 'x' in row 1 (the first is 1), expected a number"),
-        ("other", "column other holds others, expected numbers, lists or bytes of images"),
+        ("other", "column other holds others, expected numbers, lists or images"),
         (["fixed", "half"], "column fixed holds lists, expected it as the only one"),
         ("paths", "column paths in row 3 (the first is 1) has no bytes, at most a path"),
         ("broken", "column broken in row 4 (the first is 1): image cannot be read"),

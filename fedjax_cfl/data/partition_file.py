@@ -17,7 +17,6 @@ from fedjax_cfl.data.dealing import (
     split_train_test,
 )
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import BelowOne, Seed, checked
 
@@ -56,40 +55,39 @@ def read_lists(file: Path, samples: int) -> Held:
     """Returns (sample [n], owner [n], test [n] or None, names [K] or None) of a JSON file."""
     found = read_json(file, EXPECTED)
     split = isinstance(found, dict) and set(found) == {"train", "test"}
-    sides = [found["train"], found["test"]] if split else [found]
-    if len({type(side) for side in sides}) > 1:
+    if split and type(found["train"]) is not type(found["test"]):
         raise InputError(f"{file}: train and test are a list and an object, expected the same")
-    named = [_clean(file, side) for side in sides]
-    keys, _ = number_names([key for side in named for key in side])
-    lists = [_numbers(file, key, side.get(key, [])) for side in named for key in keys]
-    cell = np.repeat(np.arange(len(lists)), [len(numbers) for numbers in lists])
-    side, owner = np.divmod(cell, max(len(keys), 1))
-    sample = np.concatenate([np.empty(0, np.int64), *lists])
-    names = name_clients(keys) if isinstance(sides[0], dict) else None
-    return sample, owner.astype(np.int32), side == 1 if split else None, names
+    rows = [  # (client, is for testing, sample numbers)
+        (client, side, numbers)
+        for side, lists in enumerate([found["train"], found["test"]] if split else [found])
+        for client, numbers in _list_clients(file, lists)
+    ]
+    for client, _, numbers in rows:
+        kinds = set(map(type, numbers)) if isinstance(numbers, list) else {None}
+        if not kinds <= {int} or any(abs(n) >= 2**63 for n in numbers):
+            raise InputError(
+                f"{file}: client {shorten(client)} holds {shorten(numbers)}, expected a list of"
+                " sample numbers"
+            )
+    names, number = number_names(str(file), "client", [str(client) for client, *_ in rows])
+    sizes = [len(numbers) for *_, numbers in rows]
+    sample = np.array([n for *_, numbers in rows for n in numbers], np.int64)
+    owner = np.repeat(number, sizes).astype(np.int32)
+    test = np.repeat([side == 1 for _, side, _ in rows], sizes) if split else None
+    numbered = all(isinstance(client, int) for client, *_ in rows)
+    return sample, owner, test, None if numbered else name_clients(names)
 
 
-def _clean(file: Path, lists: Any) -> dict[str, Any]:
-    """Returns lists by the names of their clients, or by their numbers."""
-    if isinstance(lists, list):
-        lists = {str(k): numbers for k, numbers in enumerate(lists)}
-    if not isinstance(lists, dict):
+def _list_clients(file: Path, lists: Any) -> list[tuple[str | int, Any]]:
+    """Returns (client, what it holds) of an object of lists by client, or of a list of lists."""
+    if not isinstance(lists, dict | list):
         raise InputError(f"{file}: holds a {type(lists).__name__}, expected {EXPECTED}")
-    names = list(map(clean_name, lists))
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    pairs: list[Any] = list(lists.items() if isinstance(lists, dict) else enumerate(lists))
+    names, number = number_names(str(file), "client", [str(client) for client, _ in pairs])
+    if len(names) < len(pairs):
+        twice = names[int(np.bincount(number).argmax())]
         raise InputError(f"{file}: client {shorten(twice)} is there twice, expected each once")
-    return dict(zip(names, lists.values(), strict=True))
-
-
-def _numbers(file: Path, client: str, numbers: Any) -> np.ndarray:
-    kinds = set(map(type, numbers)) if isinstance(numbers, list) else {type(numbers)}
-    if not isinstance(numbers, list) or not kinds <= {int} or any(abs(n) >= 2**63 for n in numbers):
-        raise InputError(
-            f"{file}: client {shorten(client)} holds {shorten(numbers)}, expected a list of sample"
-            " numbers"
-        )
-    return np.array(numbers, np.int64)
+    return pairs
 
 
 def read_arrays(file: Path, samples: int) -> Held:

@@ -12,8 +12,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import check_file, report_damage, shorten
 from fedjax_cfl.errors import InputError
@@ -134,10 +132,8 @@ def list_files(path: str | Path, endings: str) -> list[str]:
     numbers; or the file, or address, itself. Raises InputError for a folder without any.
     """
     path = os.path.expanduser(path)
-    if "://" in path or os.path.isfile(path) or not os.path.exists(path):
+    if not os.path.isdir(path):
         return [path]
-    if not os.path.isdir(path):  # a pipe can be read only once, and a device never ends
-        raise InputError(f"{path}: file cannot be read, expected a regular file or a folder")
     ending = re.compile(rf"\.({endings}){PACKED}", re.IGNORECASE)
     for pattern in ("*", "**/*"):
         found = [each.relative_to(path).as_posix() for each in Path(path).glob(pattern)]
@@ -153,7 +149,7 @@ def list_files(path: str | Path, endings: str) -> list[str]:
         twice = next(stem for stem in order if list(stems.values()).count(stem) > 1)
         both = " and ".join(sorted(each for each in stems if stems[each] == twice))
         raise InputError(f"{path}: {both} have one name, expected one of them")
-    return [os.path.join(path, each) for each in sorted(stems, key=lambda each: order[stems[each]])]
+    return [os.path.join(path, each) for each in sorted(stems, key=lambda e: order[stems[e]])]
 
 
 def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:
@@ -176,54 +172,14 @@ def join_files(name: str, files: Sequence[str], frames: Sequence["pd.DataFrame"]
     import pandas as pd
 
     frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
-    return Table(frame, name, _count_rows(name, files, [len(each) for each in frames]))
+    return Table(frame, name, _count_rows(name, files, list(map(len, frames))))
 
 
 def _count_rows(
     name: str, files: Sequence[str], counts: Sequence[int]
 ) -> tuple[tuple[str, int], ...]:
+    """Returns the name, in its folder, and the rows of each file; none of a single file."""
     home = os.path.expanduser(name)
-    named = [os.path.relpath(file, home) for file in files if file != home]
-    return tuple(zip(named, counts, strict=True)) if named else ()
-
-
-def read_table(path: Path, field: str) -> "pd.DataFrame":
-    """Returns a .csv or .parquet table. Raises InputError, which names `field`, for a file that
-    cannot be read.
-    """
-    if not re.search(rf"\.(csv{PACKED[:-1]}|parquet)$", path.name, re.IGNORECASE):
-        raise InputError(f"{field}: must be a .csv or .parquet file")
-    if not path.is_file():
-        raise InputError(f"{field}: no such file")
-    try:
-        return (read_parquet if path.suffix.lower() == ".parquet" else read_csv)(path).frame
-    except InputError as error:
-        raise InputError(f"{field}: cannot be read as a table: {error}") from None
-
-
-def read_numbers(frame: "pd.DataFrame", name: str, field: str) -> np.ndarray:
-    """Returns the column `name` of a table as an array [rows] float64. Raises InputError, which
-    names `field`, if the column is missing or empty, or has anything but finite numbers.
-    """
-    if name not in frame:
-        raise InputError(f"{field}: has no column {name}")
-    try:
-        values = frame[name].to_numpy(np.float64)
-    except (TypeError, ValueError):
-        raise InputError(f"{field}: column {name} must hold numbers") from None
-    bad = np.flatnonzero(~np.isfinite(values))
-    if not values.size or bad.size:
-        place = f" in row {bad[0] + 1}" if bad.size else ""
-        raise InputError(f"{field}: column {name} must hold finite numbers{place}")
-    return values
-
-
-def read_columns(path: Path, header: Sequence[str]) -> np.ndarray:
-    """Reads a table [rows, columns] float64. Raises InputError for another `header` than
-    expected, and for anything but finite numbers.
-    """
-    frame = read_table(path, str(path))
-    if list(frame.columns) != list(header):
-        said = shorten(",".join(frame.columns))
-        raise InputError(f"{path}: header is {said}, expected {','.join(header)}")
-    return np.stack([read_numbers(frame, name, str(path)) for name in frame.columns], axis=1)
+    if list(files) == [home]:
+        return ()
+    return tuple(zip([os.path.relpath(file, home) for file in files], counts, strict=True))

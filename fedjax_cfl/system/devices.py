@@ -8,14 +8,13 @@ steps of 20 samples, and 116.7 s for ResNet-18 down and up.
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.tables import read_numbers, read_table
+from fedjax_cfl.data.datasets.table import csv, parquet
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE, Clock, CohortSizes, device_profiles
 from fedjax_cfl.validation import FromOne, NonNegativeFloat, PositiveFloat, checked
@@ -51,15 +50,17 @@ def read_profiles(path: str, num_clients: int) -> Profiles:
 
     Raises InputError for a file that cannot be read, or has values that are not > 0.
     """
-    field = f"clock.path={path}"
-    columns = read_table(Path(path), field)
-    table = [read_numbers(columns, name, field) for name in COLUMNS]
-    for name, values in zip(COLUMNS, table, strict=True):
-        bad = np.flatnonzero(values <= 0)
-        if bad.size:
-            raise InputError(f"{field}: column {name} must hold numbers > 0 in row {bad[0] + 1}")
-    row = (np.arange(num_clients) + 1) % len(table[0])
-    return Profiles(table[0][row] / 1000, table[1][row] * KBIT)
+    field, read = f"clock.path={path}", parquet if path.lower().endswith(".parquet") else csv
+    try:
+        table = read(path, y=None, x=list(COLUMNS)).x.astype(np.float64)
+    except InputError as error:
+        raise InputError(f"{field}: {error}") from None
+    if len(bad := np.argwhere(table <= 0)):
+        row, column = bad[0].tolist()
+        wrong = f"column {COLUMNS[column]} is {table[row, column]:g} in row {row + 1}"
+        raise InputError(f"{field}: {wrong}, expected numbers > 0")
+    computation, communication = table[(np.arange(num_clients) + 1) % len(table)].T
+    return Profiles(computation / 1000, communication * KBIT)
 
 
 @checked("clock")

@@ -6,7 +6,7 @@ from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
 from fedjax_cfl.data.datasets.drifting import circle, sea, sine
 from fedjax_cfl.data.datasets.elec2 import elec2
-from fedjax_cfl.data.datasets.files import from_arrays, leaf, npy, npz
+from fedjax_cfl.data.datasets.files import from_arrays, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.image_folder import image_folder
 from fedjax_cfl.data.datasets.images import (
@@ -18,6 +18,7 @@ from fedjax_cfl.data.datasets.images import (
     mnist,
     rotated_mnist,
 )
+from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.sent140 import sent140
 from fedjax_cfl.data.datasets.shakespeare import shakespeare
 from fedjax_cfl.data.datasets.synthetic import synthetic

@@ -61,13 +61,9 @@ def _faces(path: Path, user: str, held: object) -> tuple[list[str], list[int]]:
     for i, (name, label) in enumerate(zip(names, labels, strict=True)):
         # no file outside the folder
         if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", ".."):
-            shown = shorten(name) if isinstance(name, str) else f"a {type(name).__name__}"
             raise InputError(
-                f"{said}: entry {i} of x is {shown}, expected the name of an image file"
+                f"{said}: entry {i} of x is {shorten(name)}, expected the name of an image file"
             )
-        if isinstance(label, bool) or not isinstance(label, int) or label not in (0, 1):
-            raise InputError(
-                f"{said}: entry {i} of y is a {type(label).__name__} or another number, expected 0"
-                " or 1"
-            )
+        if str(label) not in ("0", "1"):
+            raise InputError(f"{said}: entry {i} of y is {shorten(label)}, expected 0 or 1")
     return names, labels

@@ -74,14 +74,11 @@ def _usps() -> Source:
     arrays = readers.read_hdf5(path, names)
     for side in ("train", "test"):
         x, y = arrays[f"{side}/data"], arrays[f"{side}/target"]
-        if x.ndim != 2 or x.shape[1] != 256 or y.shape != x.shape[:1]:
+        shaped = x.shape[1:] == (256,) and y.shape == x.shape[:1]
+        if not shaped or not (x.min() >= 0 and x.max() <= 1):  # NaN is neither
             raise InputError(
-                f"{path}: {side}/data {x.shape} and {side}/target {y.shape}, expected [n, 256] and"
-                " [n]"
-            )
-        if not (x.min() >= 0 and x.max() <= 1):  # NaN is neither
-            raise InputError(
-                f"{path}: {side}/data from {x.min()} to {x.max()}, expected grey values from 0 to 1"
+                f"{path}: {side}/data {x.shape} from {x.min()} to {x.max()} and {side}/target"
+                f" {y.shape}, expected grey values from 0 to 1 [n, 256] and [n]"
             )
     x, y = (
         np.concatenate([arrays[f"{side}/{array}"] for side in ("train", "test")])
@@ -119,17 +116,15 @@ def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """
     from scipy.io import loadmat  # a slow import that the other sources do not need
 
-    with readers.open_unpacked(path):  # a regular file
-        pass
+    readers.check_file(path)
     with readers.report_damage(path, "SVHN's cropped digits with X and y"):
         arrays = loadmat(path, variable_names=["X", "y"])
         x, y = np.moveaxis(arrays["X"], -1, 0), arrays["y"].reshape(-1)
-    if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8 or len(y) != len(x):
+    wrong = y[~np.isin(y, np.arange(1, 11))]
+    if x.shape[1:] != (32, 32, 3) or x.dtype != np.uint8 or wrong.size:
+        said = f", y is {wrong[0]} somewhere" if wrong.size else ""
         raise InputError(
-            f"{path}: X {arrays['X'].shape} {x.dtype} and y {y.shape}, expected [32, 32, 3, n]"
-            " uint8 and [n]"
+            f"{path}: X {arrays['X'].shape} {x.dtype}{said}, expected [32, 32, 3, n] uint8 and 1 to"
+            " 10 (the digit 0)"
         )
-    bad = ~np.isin(y, np.arange(1, 11))
-    if bad.any():
-        raise InputError(f"{path}: y is {y[bad][0]} somewhere, expected 1 to 10 (the digit 0)")
     return x, np.where(y == 10, 0, y)

@@ -6,13 +6,13 @@ import numpy as np
 
 from fedjax_cfl.data.datasets.download import require
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.tables import read_columns
+from fedjax_cfl.data.datasets.table import csv
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import PositiveInt, checked
 
 FILE = "elec2/elec.csv.gz"
-HEADER = "period,nswprice,nswdemand,vicprice,vicdemand,transfer,class".split(",")
+FEATURES = ["period", "nswprice", "nswdemand", "vicprice", "vicdemand", "transfer"]
 
 
 @checked("dataset.source")
@@ -28,11 +28,11 @@ def elec2(clients: PositiveInt = 48) -> Pool:
     InputError if it is missing or bad, or has fewer half-hours than clients.
     """
     (path,) = require("elec2", FILE)
-    table = read_columns(path, HEADER)
-    if clients > len(table):
+    pool = csv(path, y="class", x=[*FEATURES], num_classes=2)
+    number = np.arange(len(pool.y))
+    if clients > len(number):
         raise InputError(
-            f"dataset.source.clients={clients}: at most {len(table)}, the number of half-hours"
+            f"dataset.source.clients={clients}: at most {len(number)}, the number of half-hours"
         )
-    number = np.arange(len(table))
-    x, y = table[:, :-1].astype(np.float32), table[:, -1]
-    return check_pool(Pool(x, y, 2, number % clients, time=number), str(path))
+    pool = pool._replace(client=number % clients, time=number, columns=None)
+    return check_pool(pool._replace(x=pool.x.astype(np.float32)), str(path))

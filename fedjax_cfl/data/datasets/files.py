@@ -1,32 +1,35 @@
-"""The user's own arrays: an .npz, a folder of .npy (memory-mapped), LEAF's JSON, or from Python."""
+"""The user's own arrays: an .npz, a folder of .npy (memory-mapped), or from Python."""
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import leaf_json, readers
+from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.pool import (
     COUNTED,
     MAX_CLASSES,
     check_pool,
-    number_owners,
-    number_words,
+    name_clients,
+    number_names,
+    read_numbers,
     read_test_mask,
     to_array,
 )
-from fedjax_cfl.errors import InputError, warn_of_file
-from fedjax_cfl.formatting import clean_name, name_columns
+from fedjax_cfl.errors import InputError
+from fedjax_cfl.formatting import clean_name, name_columns, shorten
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, checked
 
 # (labels, samples of each): more labels, each in fewer samples, are no classes
 UNLIKELY_CLASSES = ((1000, 10), (50, 2))
 OPTIONAL = ("client", "split", "concept", "time")
-CHECK_BYTES = 2**27  # bytes checked at once
 
 
+@checked("dataset.source")
 def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns the user's own arrays `x` [N, ...] and `y` [N], with optional `client`
     [N], `split` [N] (0 train, 1 test), `time` [N] and `concept` [K].
@@ -44,61 +47,7 @@ def npz(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     return build_pool(str(path), arrays, num_classes)
 
 
-def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
-    """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
-    with train/ and test/ (then `test` is set).
-
-    With `num_classes` 0 y are numbers to regress, but those of text.
-    Of windows of text (Shakespeare) x [N, T] are the numbers of their characters, and the label is
-    the one that follows, of `leaf_json.CHARACTERS`; others, if there are any, are one more class.
-    Raises InputError for files that cannot be read and for what does not fit; a `num_samples` that
-    is not what is there is said, and what is there is read.
-    """
-    root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
-    folders = [root / "train", root / "test"] if os.path.isdir(root / "train") else [root]
-    parts = [leaf_json.read_users([folder], leaf_json.read_user) for folder in folders]
-    sizes = [sum(len(y) for _, y, _ in part.values()) for part in parts]
-    if 0 in sizes:
-        raise InputError(
-            f"{folders[sizes.index(0)]}: user_data holds no samples, expected at least one"
-        )
-    held = [(user, *part[user]) for part in parts for user in sorted(part) if len(part[user][1])]
-    first = held[0][1]
-    for user, x, _, file in held:
-        said = f"{file}: x of user {readers.shorten(user)}"
-        if x.dtype != first.dtype:
-            raise InputError(f"{said} and of another one hold text and numbers, expected either")
-        if x.shape[1:] != first.shape[1:]:
-            raise InputError(
-                f"{said} has samples of shape {x.shape[1:]}, expected {first.shape[1:]} as in"
-                " other users"
-            )
-    x = np.concatenate([x for _, x, _, _ in held])
-    y = np.concatenate([y for _, _, y, _ in held])
-    names = sorted({user for user, *_ in held})
-    number = {user: place for place, user in enumerate(names)}
-    client = np.repeat([number[user] for user, *_ in held], [len(y) for _, _, y, _ in held])
-    test = np.repeat([False, True], sizes) if len(sizes) == 2 else None
-    classes, class_names = _count_classes(str(path), num_classes), None
-    if x.dtype == np.int32:
-        class_names = name_characters(str(path), x, y)
-        classes = num_classes or len(class_names)
-    pool = Pool(x, y, classes, client, test, class_names=class_names, client_names=tuple(names))
-    return check_pool(pool, str(path))
-
-
-def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
-    """Returns what the classes of text are called, and says if there are unknown characters."""
-    unknown = [(part == leaf_json.UNKNOWN).mean() for part in (x, y)]
-    if not any(unknown):
-        return tuple(leaf_json.CHARACTERS)
-    warn_of_file(
-        f"{path}: {unknown[0]:.2%} of the characters are not among LEAF's"
-        f" {len(leaf_json.CHARACTERS)}; all of them are one more, 'unknown'"
-    )
-    return (*leaf_json.CHARACTERS, "unknown")
-
-
+@checked("dataset.source")
 def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     """Returns `x.npy` [N, ...] (uint8, read as x / 255, or float32), which stays on the
     disk, and `y.npy`, `client.npy`, `split.npy`, `time.npy` [N], `concept.npy` [K].
@@ -113,33 +62,15 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
             f"{folder}: has no x.npy or no y.npy, expected both; found"
             f" {readers.list_names(names) or 'none'}: rename them, or use numpy.save"
         )
-    arrays = {name: _map_array(folder / f"{name}.npy") for name in ("x", "y")}
-    for name in OPTIONAL:
-        if f"{name}.npy" in names:
-            arrays[name] = _map_array(folder / f"{name}.npy")
-    x, y = arrays["x"], arrays["y"]
+    present = [name for name in ("x", "y", *OPTIONAL) if f"{name}.npy" in names]
+    arrays = {name: _map_array(folder / f"{name}.npy") for name in present}
+    x = arrays["x"]
     if x.dtype not in (np.uint8, np.float32) or not x.dtype.isnative:
         raise InputError(
             f"{folder / 'x.npy'}: x has dtype {x.dtype}, expected uint8 or float32 in this"
             " machine's byte order"
         )
-    if x.ndim < 2 or not x.size or len(x) != len(np.atleast_1d(y)):
-        raise InputError(
-            f"{folder}: y has shape {y.shape}, x has shape {x.shape}, expected [N] and [N, ...]"
-            " with the same N >= 1"
-        )
-    rows = max(CHECK_BYTES // x[:1].nbytes, 1)
-    for begin in range(0, len(x) if x.dtype == np.float32 else 0, rows):
-        bad = ~np.isfinite(x[begin : begin + rows]).reshape(min(rows, len(x) - begin), -1).all(
-            axis=1
-        )
-        if bad.any():
-            raise InputError(
-                f"{folder / 'x.npy'}: x is NaN or infinite in sample {begin + bad.argmax()},"
-                " expected finite values"
-            )
-    stand_in = np.zeros((len(x), 1), np.uint8)  # x has been checked; the rest as in any pool
-    return build_pool(str(folder), arrays | {"x": stand_in}, num_classes)._replace(x=x)
+    return build_pool(str(folder), arrays, num_classes)
 
 
 @checked()
@@ -156,19 +87,21 @@ def from_arrays(
 
     Args: `x` [N, ...], `y`, `client`, `split` and `time` [N] and `concept` [K] are arrays,
     lists, or columns and frames of pandas, polars or Arrow; `time` may hold dates, which become
-    whole seconds since the first; `num_classes` None is the largest label + 1, 0 that `y` are
-    numbers to regress, or labels [N, T], 0 or 1. An array of uint8 or float32 is not copied.
+    whole seconds since the first; `concept` may be a dict {name of the client: group};
+    `num_classes` None is the largest label + 1, 0 that `y` are numbers to regress, or labels
+    [N, T], 0 or 1. An array of uint8 or float32 is not copied.
     Raises InputError for what `npz` would refuse.
     """
     given = {"x": x, "y": y, "client": client, "split": split, "time": time, "concept": concept}
-    arrays = {name: _plain_array(name, value) for name, value in given.items() if value is not None}
+    arrays = {
+        name: value if isinstance(value, dict) and name == "concept" else _plain_array(name, value)
+        for name, value in given.items()
+        if value is not None
+    }
     for name in ("x", "y"):
         if name not in arrays:
             raise InputError(f"arrays: {name} is None, expected an array")
-    if "time" in arrays and arrays["time"].dtype.kind == "M":
-        arrays["time"] = count_seconds("arrays", arrays["time"])
-    names = name_columns(x)
-    pool = build_pool("arrays", arrays, num_classes)
+    pool, names = build_pool("arrays", arrays, num_classes), name_columns(x)
     return pool if names is None else pool._replace(columns=tuple(names))
 
 
@@ -193,16 +126,52 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
     if array.dtype.kind != "O":
         return array
     values = array.ravel().tolist()
-    text = bool(values) and isinstance(values[0], str | bytes)
+    text = name != "x" and bool(values) and isinstance(values[0], str | bytes)
     kinds = (type(values[0]),) if text else (bool, int, float)
-    for i, entry in enumerate(values):
-        if not isinstance(entry, kinds):
-            sample = i // max(array[0].size if array.ndim > 1 else 1, 1)
-            raise InputError(
-                f"arrays: {name} is {readers.shorten(entry)} in sample {sample}, expected"
-                f" {'text' if text else 'a number'} as in the others"
-            )
-    return np.array(values).reshape(array.shape)
+    wrong = next(
+        (place for place, entry in enumerate(values) if not isinstance(entry, kinds)), None
+    )
+    if wrong is None:
+        return np.array(values).reshape(array.shape)
+    row, column = divmod(wrong, max(array[0].size if array.ndim > 1 else 1, 1))
+    columns, hint = list(name_columns(value) or ()) if name == "x" else [], ""
+    if columns:
+        hint = (
+            f": column {shorten(columns[column])} holds it; leave it out, or use cfl.from_frame,"
+            " which takes text with number_text=True"
+        )
+    raise InputError(
+        f"arrays: {name} is {shorten(values[wrong])} in sample {row}, expected"
+        f" {'text' if text else 'a number'} as in the others{hint}"
+    )
+
+
+def _map_array(path: Path) -> np.ndarray:
+    readers.check_file(path, b"\x93NUMPY")
+    with readers.report_damage(path, f"what numpy.save writes: {readers.PLAIN}"):
+        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
+
+
+def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Pool:
+    """Returns the checked pool of a user's arrays, as `npz` describes them; `concept` may be a dict
+    of the groups of clients by their names.
+    """
+    y, class_names = _number_labels(path, arrays["y"], num_classes)
+    pool = Pool(arrays["x"], y, COUNTED if num_classes is None else num_classes)
+    if "split" in arrays:
+        pool = pool._replace(test=read_test_mask(path, arrays["split"], y))
+    if (time := arrays.get("time")) is not None:
+        time = count_seconds(path, time) if time.dtype.kind == "M" else time
+    pool = pool._replace(time=time, class_names=class_names)
+    if "client" in arrays:
+        ids, client = number_clients(path, arrays["client"], len(y))
+        names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
+        pool = pool._replace(client=client, client_names=names)
+        if "concept" in arrays:
+            pool = pool._replace(concept=_number_groups(path, arrays["concept"], ids))
+    elif "concept" in arrays:
+        raise InputError(f"{path}: concept is there without client, expected both or neither")
+    return check_pool(pool, path)
 
 
 def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
@@ -215,40 +184,27 @@ def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
     return (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
 
 
-def _map_array(path: Path) -> np.ndarray:
-    readers.check_file(path, b"\x93NUMPY")
-    with readers.report_damage(path, f"what numpy.save writes: {readers.PLAIN}"):
-        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-
-
-def build_pool(path: str, arrays: dict[str, np.ndarray], num_classes: int | None) -> Pool:
-    """Returns the checked pool of a user's arrays; text is numbered in sorted order."""
-    y, class_names = _number_labels(path, arrays["y"], num_classes)
-    test = read_test_mask(path, arrays["split"], y) if "split" in arrays else None
-    pool = Pool(arrays["x"], y, _count_classes(path, num_classes), None, test)
-    pool = pool._replace(time=arrays.get("time"), class_names=class_names)
-    if "client" not in arrays:
-        if "concept" in arrays:
-            raise InputError(f"{path}: concept is there without client, expected both or neither")
-        return check_pool(pool, path)
-    ids, client = number_clients(path, arrays["client"], len(y))
-    names = None if np.array_equal(ids, np.arange(len(ids))) else tuple(ids.tolist())
-    if (concept := arrays.get("concept")) is not None:
-        if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
+def _number_groups(path: str, concept: Any, ids: np.ndarray) -> np.ndarray:
+    """Returns the true group of each client [K] int32, of whom `ids` [K] are the sorted names."""
+    if isinstance(concept, dict):
+        named = {clean_name(name): group for name, group in concept.items()}
+        clients = list(map(clean_name, ids.tolist()))
+        lost = [name for name in clients if name not in named]
+        more = [name for name in named if name not in clients]
+        if lost or more:
+            said = f"no group of client {shorten(lost[0])}" if lost else shorten(more[0])
             raise InputError(
-                f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
-                f" ({len(ids)},) integers or text, one entry a client in the sorted order of the"
-                " ids"
+                f"{path}: concept has {said}, expected a group of each client that samples name,"
+                f" and no other: {readers.list_names(clients)}"
             )
-        concept = number_owners(concept)
-    return check_pool(pool._replace(client=client, client_names=names, concept=concept), path)
-
-
-def _count_classes(path: str, num_classes: int | None) -> int:
-    """Returns the number of classes, `COUNTED` where it is that of the labels."""
-    if num_classes is not None and num_classes < 0:
-        raise InputError(f"{path}: num_classes={num_classes}, expected at least 1, or null")
-    return COUNTED if num_classes is None else num_classes
+        concept = np.array([named[name] for name in clients])
+    if concept.shape != ids.shape or concept.dtype.kind not in "buiUS":
+        raise InputError(
+            f"{path}: concept has shape {concept.shape} and dtype {concept.dtype}, expected"
+            f" ({len(ids)},) integers or text, one entry a client in the sorted order of the"
+            " ids, or a dict of groups by ids"
+        )
+    return number_names(path, "concept", concept)[1].astype(np.int32)
 
 
 def _number_labels(
@@ -259,12 +215,7 @@ def _number_labels(
     common but not ours.
     """
     if num_classes == 0:
-        if y.ndim not in (1, 2) or y.dtype.kind not in "buif":
-            raise InputError(
-                f"{path}: y has shape {y.shape} and dtype {y.dtype}, expected numbers to regress"
-                " [N], one a sample, or labels, 0 or 1, [N, T]"
-            )
-        return y, None
+        return y, None  # `check_pool` looks at them
     if y.ndim == 2 and y.shape[1] > 1:
         raise InputError(
             f"{path}: y has shape {y.shape}, one-hot or several labels a sample; expected class"
@@ -273,29 +224,42 @@ def _number_labels(
         )
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
-    if y.dtype.kind in "US":
-        names, y = number_words(path, "y", y)
-        return y, tuple(names.tolist())
-    if num_classes is None and y.dtype.kind in "iuf" and y.size and y.min() == 1:
-        last = y.max()
-        if np.array_equal(np.unique(y), np.arange(1, last + 1)):
-            raise InputError(
-                f"{path}: y is 1 .. {last:g} and never 0, expected class numbers from 0 on: store"
-                f" y - 1, or set num_classes={last + 1:g} if class 0 has no samples here"
-            )
-    return _close_gaps(path, y, num_classes)
-
-
-def _close_gaps(
-    path: str, y: np.ndarray, num_classes: int | None
-) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Returns class numbers without gaps, where it is not said how many classes there are, and the
-    labels as names of the classes. Raises InputError for what looks like no classes at all.
-    """
-    whole = y.dtype.kind in "iuf" and y.size > 0 and np.isfinite(y).all()
-    if num_classes is not None or not whole:
+    if y.dtype.kind in "USO":
+        names, number = number_names(path, "y", y)
+        if (values := read_numbers(names)) is None:
+            if num_classes is None:
+                refuse_stray_signs(path, names)
+            return number, tuple(names)
+        y = values[number]
+    if num_classes is not None or y.dtype.kind not in "iuf" or not np.isfinite(y).all():
         return y, None  # `check_pool` says what is wrong
+    return _close_gaps(path, y)
+
+
+def refuse_stray_signs(path: str, names: Sequence[str]) -> None:
+    """Raises InputError for two classes that differ in case, blanks, or a sign at the end alone."""
+    known: dict[str, str] = {}
+    for name in names:
+        plain = re.sub(r"\s+", " ", name).strip(" .,;:'\"")
+        plain = plain.casefold() if len(plain) > 1 else plain  # letters are classes of both cases
+        other = known.setdefault(plain or name, name)
+        if other != name:
+            raise InputError(
+                f"{path}: classes {shorten(other)} and {shorten(name)} look like one, expected"
+                f" one spelling; if they are two, set num_classes={len(names)}"
+            )
+
+
+def _close_gaps(path: str, y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Returns labels [N] as class numbers without gaps, and as names of the classes where there
+    were some. Raises InputError for what looks like no classes at all.
+    """
     labels = np.unique(y)
+    if labels.size and np.array_equal(labels, np.arange(1, labels.size + 1)):
+        raise InputError(
+            f"{path}: y is 1 .. {labels[-1]:g} and never 0, expected class numbers from 0 on: store"
+            f" y - 1, or set num_classes={labels[-1] + 1:g} if class 0 has no samples here"
+        )
     continuous = (labels != np.floor(labels)).any()
     if continuous or any(labels.size > max(n, y.size // each) for n, each in UNLIKELY_CLASSES):
         kind = "numbers that are not whole" if continuous else f"{labels.size:,} different values"
@@ -304,7 +268,8 @@ def _close_gaps(
             " (task=regression, in Python num_classes=0); expected class numbers, or num_classes if"
             " these are classes"
         )
-    if labels[0] < 0 or labels[-1] > MAX_CLASSES or np.array_equal(labels, np.arange(labels.size)):
+    outside = labels.size and (labels[0] < 0 or labels[-1] > MAX_CLASSES)
+    if outside or np.array_equal(labels, np.arange(labels.size)):
         return y, None
     return np.searchsorted(labels, y), tuple(map(clean_name, labels.tolist()))
 
@@ -315,10 +280,7 @@ def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndar
         raise InputError(
             f"{path}: client has shape {client.shape}, expected ({samples},), one entry a sample"
         )
-    if client.dtype.kind in "SU":
-        ids, number = number_words(path, "client", client)
-        return ids, number.astype(np.int32)
-    if client.dtype.kind not in "buif":
+    if client.dtype.kind not in "buifUSO":
         raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
     if client.dtype.kind == "f":
         bad = ~((np.abs(client) < 2**53) & (client == np.floor(client)))  # NaN is bad, too
@@ -327,9 +289,9 @@ def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndar
                 f"{path}: client is {client[bad][0]} in sample {bad.argmax()}, expected whole"
                 " numbers below 2^53, or text"
             )
-    if client.dtype == np.uint64 and client.max(initial=0) >= 2**63:
-        client = client.astype(str)  # results have no such integers
-    if client.dtype.kind in "bf":
-        client = client.astype(np.int64)
-    ids, number = np.unique(client, return_inverse=True)
+    if client.dtype.kind in "buif" and client.max(initial=0) < 2**63:
+        ids, number = np.unique(client.astype(np.int64, copy=False), return_inverse=True)
+    else:
+        names, number = number_names(path, "client", client)
+        ids = np.array(name_clients(names))
     return ids, number.astype(np.int32)

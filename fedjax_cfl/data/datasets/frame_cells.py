@@ -3,43 +3,28 @@
 Text of which half the cells are numbers is numbers, so that a typing error is refused with its row.
 """
 
-import re
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 
 from fedjax_cfl.data.datasets.image_files import Mode, stack_images
-from fedjax_cfl.data.datasets.pool import MISSING
-from fedjax_cfl.data.datasets.readers import shorten
+from fedjax_cfl.data.datasets.pool import MISSING, number_names
 from fedjax_cfl.data.tables import Table
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.formatting import clean_name
+from fedjax_cfl.formatting import shorten
 
 Kind = Literal["numbers", "text", "dates", "lists", "images", "others"]
+NUMBERS = ("integer", "floating", "mixed-integer-float", "boolean", "decimal")  # as pandas infers
 ZONE = r"(?:Z|[+-]\d\d:?\d\d)$"  # of a date
 NO_FEATURE = "leave the column out of x, or set number_text=true to number text in sorted order"
 
 
-class Reading(NamedTuple):
-    """How cells are read, see `table.from_frame` and `table.csv`."""
-
-    number_text: bool = False
-    num_classes: int | None = None
-    decimal: str = "."
-    size: list[int] | None = None
-    mode: Mode = "auto"
-
-
 def find_kind(column: pd.Series) -> Kind:
     """Returns what a column holds."""
-    if pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
-        return "numbers"
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        column = column.astype(column.cat.categories.dtype)
-    inferred = pd.api.types.infer_dtype(column, skipna=True)
-    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
+    inferred = infer_type(column)
+    if inferred in NUMBERS:
         return "numbers"
     if inferred in ("date", "datetime", "datetime64"):
         return "dates"
@@ -47,30 +32,35 @@ def find_kind(column: pd.Series) -> Kind:
         return "images"
     first = next(iter(column.dropna()), None)
     if inferred == "string" or isinstance(first, str | int | float):
-        there = _strip(column[~_find_gaps(column)])
-        numbers = pd.to_numeric(there, errors="coerce").notna()
-        return "numbers" if len(there) and numbers.mean() >= 0.5 else "text"
+        words = _strip(column)
+        words = words[column.notna() & ~words.isin(MISSING)]
+        numbers = pd.to_numeric(words, errors="coerce").notna()
+        return "numbers" if len(words) and numbers.mean() >= 0.5 else "text"
     if isinstance(first, list | tuple | np.ndarray):
         return "lists"
     return "images" if isinstance(first, dict) and "bytes" in first else "others"
+
+
+def infer_type(column: pd.Series) -> str:
+    """Returns what pandas infers of a column, of categories that of their values."""
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        column = pd.Series(column.cat.categories)
+    if pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
+        return "floating"  # also where pandas knows no better, as of Arrow's decimals
+    return pd.api.types.infer_dtype(column, skipna=True)
 
 
 def _strip(column: pd.Series) -> pd.Series:
     return column.astype(str).str.strip()
 
 
-def _find_gaps(column: pd.Series) -> pd.Series:
-    """Returns which cells hold no value, or a word that is written where a number is missing."""
-    return column.isna() | _strip(column).isin(MISSING)
-
-
-def _refuse_missing(table: Table, name: str, missing: Any) -> None:
-    missing = np.asarray(missing)
+def refuse_missing(table: Table, name: str, missing: pd.Series) -> None:
+    """Raises InputError, with the row, for a column in which values are missing [N]."""
     if missing.any():
+        row = int(missing.to_numpy().argmax())
         raise InputError(
-            f"{table.name}: column {name} has no value in"
-            f" {table.describe_row(int(missing.argmax()))}, expected one in every row: fill it in,"
-            " or leave the row or the column out"
+            f"{table.name}: column {name} has no value in {table.describe_row(row)}, expected one"
+            " in every row: fill it in, or leave the row or the column out"
         )
 
 
@@ -79,15 +69,15 @@ def read_numbers(
 ) -> np.ndarray:
     """Returns numbers [N]; those in text as float64. The `remedy` is for a cell that is none."""
     column = table.frame[name]
-    _refuse_missing(table, name, column.isna())
+    refuse_missing(table, name, column.isna())
     if pd.api.types.is_numeric_dtype(column.dtype):
         return column.to_numpy(getattr(column.dtype, "numpy_dtype", None))
     words = _strip(column)
     numbers = _parse(words, decimal)
     bad = numbers.isna().to_numpy()
     if bad.any():
-        _refuse_missing(table, name, words.isin(MISSING))
-        row, other = int(bad.argmax()), {",": ".", ".": ","}.get(decimal, ",")
+        refuse_missing(table, name, words.isin(MISSING))
+        row, other = int(bad.argmax()), "," if decimal == "." else "."
         hint = f"; decimal={other!r} is the other point" if other in words.iloc[row] else ""
         raise InputError(
             f"{table.name}: column {name} is {shorten(column.iloc[row])} in"
@@ -98,27 +88,22 @@ def read_numbers(
 
 def _parse(words: pd.Series, decimal: str) -> pd.Series:
     """Returns words as numbers, NaN where they are none."""
-    if decimal != ".":
-        words = pd.Series([with_point(word, decimal) for word in words.tolist()], dtype=str)
+    if decimal == ",":
+        words = words.str.translate(str.maketrans(",.", ".,"))
     return pd.to_numeric(words, errors="coerce")
 
 
-def with_point(word: str, decimal: str) -> str:
-    """Returns a word with a point where its `decimal` is; one with a point is no number."""
-    return f"{word} " * 2 if "." in word else word.replace(decimal, ".")
-
-
-def read_feature(table: Table, name: str, reading: Reading) -> np.ndarray:
+def read_feature(table: Table, name: str, decimal: str, number_text: bool) -> np.ndarray:
     """Returns a column of features [N], of text as numbers in sorted order."""
-    if reading.number_text and find_kind(table.frame[name]) == "text":
-        return read_words(table, name)[1]
-    return read_numbers(table, name, reading.decimal)
+    if number_text and find_kind(table.frame[name]) == "text":
+        return number_names(table.name, name, read_words(table, name, "."))[1]
+    return read_numbers(table, name, decimal)
 
 
 def read_lists(table: Table, name: str) -> np.ndarray:
     """Returns lists of one shape [N, ...], uint8 where they are."""
     column = table.frame[name]
-    _refuse_missing(table, name, column.isna())
+    refuse_missing(table, name, column.isna())
     values: list[np.ndarray] = []
     for row, cell in enumerate(column):
         try:
@@ -148,7 +133,7 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | np.ndarray) else value
 
 
-def read_images(table: Table, name: str, reading: Reading) -> np.ndarray:
+def read_images(table: Table, name: str, size: list[int] | None, mode: Mode) -> np.ndarray:
     """Returns the images [N, H, W, C] of a column of their bytes."""
 
     def contents() -> Iterator[tuple[str, bytes]]:
@@ -164,36 +149,27 @@ def read_images(table: Table, name: str, reading: Reading) -> np.ndarray:
                 )
             yield place, content
 
-    return stack_images(table.name, contents(), len(table.frame), reading.size, reading.mode)
+    return stack_images(table.name, contents(), len(table.frame), size, mode)
 
 
-def read_words(table: Table, name: str, decimal: str = ".") -> tuple[list[str], np.ndarray]:
-    """Returns the distinct words of a column in order, and the number of each row's [N]; whole
-    numbers that were stored with a `decimal` point are whole.
-    """
-    codes, found = pd.factorize(table.frame[name])
-    point = rf"^([+-]?[0-9]+){re.escape(decimal)}0+$"
-    words = [re.sub(point, r"\1", clean_name(word)) for word in found]
-    _refuse_missing(table, name, np.array([*(word == "" for word in words), True])[codes])
-    ordered, place = np.unique(words, return_inverse=True)
-    return ordered.tolist(), place[codes]
-
-
-def read_part(table: Table, role: str, name: str, reading: Reading) -> Any:
-    """Returns what a column of a role holds: numbers or dates [N], or words and their numbers."""
+def read_words(table: Table, name: str, decimal: str) -> np.ndarray:
+    """Returns a column of text or bytes [N]; in numbers with a `decimal` comma it is a point."""
     column = table.frame[name]
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        column = column.astype(column.cat.categories.dtype)
-    if role == "time":
-        return _read_times(table, name, reading.decimal)
-    if role[0] == "y" and reading.num_classes == 0:
-        if find_kind(column) == "lists":
-            return read_lists(table, name)
-        return read_numbers(table, name, reading.decimal, "fill it in or leave the row out")
-    inferred = pd.api.types.infer_dtype(column, skipna=True)
+    refuse_missing(table, name, column.isna() | (_strip(column) == ""))
+    if decimal == ",":
+        column = column.astype(str)
+        column = column.mask(
+            column.str.fullmatch(r"\s*[-+]?\d+,\d+\s*"), column.str.replace(",", ".")
+        )
+    return column.to_numpy(object)
+
+
+def read_names(table: Table, name: str, decimal: str) -> np.ndarray:
+    """Returns what a column of labels, clients, splits or groups holds [N]: numbers, or text."""
+    inferred = infer_type(table.frame[name])
     if inferred in ("string", "bytes", "empty"):
-        return read_words(table, name, reading.decimal)
-    if inferred in ("integer", "floating", "mixed-integer-float", "boolean", "decimal"):
+        return read_words(table, name, decimal)
+    if inferred in NUMBERS:
         return read_numbers(table, name)
     kinds = "numbers and text" if inferred.startswith("mixed") else inferred
     raise InputError(
@@ -202,13 +178,19 @@ def read_part(table: Table, role: str, name: str, reading: Reading) -> Any:
     )
 
 
-def _read_times(table: Table, name: str, decimal: str) -> np.ndarray:
+def read_targets(table: Table, name: str, decimal: str) -> np.ndarray:
+    """Returns numbers to regress [N], or lists of labels [N, T]."""
+    if find_kind(table.frame[name]) == "lists":
+        return read_lists(table, name)
+    return read_numbers(table, name, decimal, "fill it in or leave the row out")
+
+
+def read_times(table: Table, name: str, decimal: str) -> np.ndarray:
     """Returns times [N] as numbers, or dates."""
     column = table.frame[name]
-    kind = find_kind(column)
-    if pd.api.types.infer_dtype(column, skipna=True) in ("string", "empty"):
+    if infer_type(column) in ("string", "empty"):
         words = _strip(column)
-        _refuse_missing(table, name, _find_gaps(column))
+        refuse_missing(table, name, column.isna() | words.isin(MISSING))
         if (numbers := _parse(words, decimal)).notna().all():
             return numbers.to_numpy()
         zoned = words.str.contains(ZONE)  # of all dates, or of none
@@ -221,8 +203,8 @@ def _read_times(table: Table, name: str, decimal: str) -> np.ndarray:
                 f" {table.describe_row(row)}, expected whole numbers, or dates as 2018-02-28 or"
                 " 2018-02-28 19:06:18"
             )
-    elif kind != "dates":
+    elif find_kind(column) != "dates":
         return read_numbers(table, name, decimal)
-    _refuse_missing(table, name, column.isna())
+    refuse_missing(table, name, column.isna())
     dates = pd.to_datetime(column, utc=True).dt.tz_localize(None)
     return dates.to_numpy("datetime64[us]")

@@ -63,33 +63,30 @@ def huggingface(
             f"{path}: the package datasets is not installed, expected it for Hugging Face's data:"
             " pip install 'fedjax-cfl[huggingface]'"
         ) from None
-    from fedjax_cfl.data.datasets.frame import Columns, make_pool, to_table
-    from fedjax_cfl.data.datasets.frame_cells import Reading
+    from fedjax_cfl.data.datasets.frame import Source, make_pool, to_table
 
     parts = load_parts(hf, path, config)
     chosen = choose_splits(path, parts, splits)
+    if len(chosen) > 1 and split is not None:
+        raise InputError(f"{path}: has splits of its own, and split={split}, expected null")
     with report_damage(path, "splits with the same columns", "data set"):
         rows = hf.concatenate_datasets([parts[name] for name in chosen])
     if len(chosen) > 1:
-        if split is not None:
-            raise InputError(f"{path}: has splits of its own, and split={split}, expected null")
         split, last = TESTS, len(parts[chosen[-1]])
         rows = rows.add_column(TESTS, [0] * (len(rows) - last) + [1] * last)
     named = {"x": x, "y": y, "client": client, "time": time, "split": split}
-    columns = Columns(**choose_columns(hf, path, rows, named))
+    source = Source(**choose_columns(hf, path, rows, named), size=size, mode=mode)
     with report_damage(path, "columns that are there", "data set"):
-        table = to_table(take_columns(hf, rows, columns), str(path))
-    label = rows.features[columns.y]
+        table = to_table(take_columns(hf, rows, source), str(path))
+    label = rows.features[source.y]
     names = label.names if isinstance(label, hf.ClassLabel) and num_classes != 0 else None
-    if names and (table.frame[columns.y].to_numpy() < 0).any():
+    if names and (table.frame[source.y].to_numpy() < 0).any():
         raise InputError(
-            f"{path}: column {columns.y} is below 0 in some rows, expected labels: this split is"
+            f"{path}: column {source.y} is below 0 in some rows, expected labels: this split is"
             " published without them"
         )
-    reading = Reading(num_classes=len(names) if names else num_classes, size=size, mode=mode)
-    pool = make_pool(table, columns, reading)
-    images = isinstance(rows.features.get(str(columns.x)), hf.Image)
-    if images and pool.x.shape[-1] == 1:
+    pool = make_pool(table, source._replace(num_classes=len(names) if names else num_classes))
+    if isinstance(rows.features.get(str(source.x)), hf.Image) and pool.x.shape[-1] == 1:
         pool = pool._replace(x=pool.x[..., 0])
     return pool._replace(class_names=tuple(names)) if names else pool
 
@@ -103,28 +100,30 @@ def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None
     if os.path.isabs(root) and not os.path.isdir(root):  # no name of the hub, which is not asked
         raise InputError(f"{path}: no such folder, expected one, or a name of the hub")
     numbers = {int(found[1]): name for name in inside if (found := PARTITION.fullmatch(name))}
-    expected = "a data set of the hub, or a folder that save_to_disk wrote"
-    with report_damage(path, expected, "data set"):
+    lost = [i for i in range(len(numbers)) if i not in numbers]
+    if lost:
+        raise InputError(
+            f"{path}: partition_{lost[0]} is missing, expected partition_0 .."
+            f" partition_{max(numbers)}"
+        )
+    with report_damage(
+        path, "a data set of the hub, or a folder that save_to_disk wrote", "data set"
+    ):
         if not numbers:
             return load_part(hf, root, config)
-        lost = next((i for i in range(len(numbers)) if i not in numbers), None)
-        if lost is not None:
-            raise InputError(
-                f"{path}: partition_{lost} is missing, expected partition_0 .."
-                f" partition_{max(numbers)}"
-            )
-        if others := [name for name in inside if name not in numbers.values() and name[0] != "."]:
-            warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
         parts = [load_part(hf, os.path.join(root, numbers[i]), config) for i in range(len(numbers))]
-        joined: dict[str | None, list[Any]] = {split: [] for split in parts[0]}
-        for number, part in enumerate(parts):
-            if set(part) != set(joined):
-                raise InputError(
-                    f"{path}: partition_{number} has splits {list(part)} and partition_0"
-                    f" {list(joined)}, expected the same in each"
-                )
-            for split, rows in part.items():
-                joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
+    if others := [name for name in inside if name not in numbers.values() and name[0] != "."]:
+        warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
+    joined: dict[str | None, list[Any]] = {split: [] for split in parts[0]}
+    for number, part in enumerate(parts):
+        if set(part) != set(joined):
+            raise InputError(
+                f"{path}: partition_{number} has splits {list(part)} and partition_0"
+                f" {list(joined)}, expected the same in each"
+            )
+        for split, rows in part.items():
+            joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
+    with report_damage(path, "partitions with the same columns", "data set"):
         return {split: hf.concatenate_datasets(rows) for split, rows in joined.items()}
 
 
@@ -163,28 +162,29 @@ def choose_columns(hf: Any, path: str | Path, rows: Any, named: dict[str, Any]) 
     InputError where none or several fit.
     """
     features, chosen = rows.features, dict(named)
-    arrays = hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D
-    length = "lists of a fixed length"
+
+    def list_of(types: Any) -> list[str]:
+        return [name for name, feature in features.items() if isinstance(feature, types)]
+
+    fixed = [name for name in list_of(hf.List) if features[name].length >= 0]
+    arrays = list_of((hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D))
     kinds = {
-        "x": {"images": hf.Image, "arrays": arrays, length: hf.List},
-        "y": {"class labels": hf.ClassLabel},
+        "x": {"images": list_of(hf.Image), "arrays": arrays, "lists of a fixed length": fixed},
+        "y": {"class labels": list_of(hf.ClassLabel)},
     }
-    for role in kinds:
-        for kind, types in kinds[role].items():
-            fits = [name for name, feature in features.items() if isinstance(feature, types)]
-            if kind == length:
-                fits = [name for name in fits if features[name].length >= 0]
-            if chosen[role] is None and len(fits) > 1:
-                raise InputError(
-                    f"{path}: columns {list_names(fits)} are {kind}, expected"
-                    f" dataset.source.{role}=NAME"
-                )
-            chosen[role] = chosen[role] or next(iter(fits), None)
-        if chosen[role] is None:
+    for role, options in kinds.items():
+        if chosen[role] is not None:
+            continue
+        kind, fits = next(((kind, fits) for kind, fits in options.items() if fits), ("", []))
+        if len(fits) != 1:
+            said = f"columns {list_names(fits)} are {kind}"
+            if not fits:
+                said = f"no column holds {' or '.join(options)}"
             raise InputError(
-                f"{path}: no column holds {' or '.join(kinds[role])}, expected"
-                f" dataset.source.{role}=NAME; columns are {list_names(list(features))}"
+                f"{path}: {said}, expected dataset.source.{role}=NAME; columns are"
+                f" {list_names(list(features))}"
             )
+        chosen[role] = fits[0]
     users = [name for name in USERS if name in features]
     if chosen["client"] is None and OWNER in features:
         chosen["client"] = OWNER
@@ -196,22 +196,15 @@ def choose_columns(hf: Any, path: str | Path, rows: Any, named: dict[str, Any]) 
     return chosen
 
 
-def take_columns(hf: Any, rows: Any, columns: Any) -> Any:
-    """Returns columns as a table of Arrow: images as bytes of files, arrays as lists, and clients
-    and splits that are class labels as their words.
+def take_columns(hf: Any, rows: Any, source: Any) -> Any:
+    """Returns columns as a frame: images as bytes of files, arrays as lists, and clients and splits
+    that are class labels as their words.
     """
-    import pyarrow as pa
-
-    x = [columns.x] if isinstance(columns.x, str) else columns.x
-    wanted = list(dict.fromkeys([*x, *(name for name in columns._replace(x=None) if name)]))
-    table = hf.table.embed_table_storage(rows.select_columns(wanted).with_format("arrow")[:])
-    words = {columns.client, columns.split} - {columns.y}
-    for place, name in enumerate(table.column_names):
-        feature, column = rows.features[name], table[name]
-        if isinstance(feature, hf.ClassLabel) and name in words:
-            column = pa.array([feature.int2str(number) for number in column.to_pylist()])
-        if isinstance(column.type, pa.ExtensionType):
-            chunks = [chunk.storage for chunk in column.chunks]
-            column = pa.chunked_array(chunks, column.type.storage_type)
-        table = table.set_column(place, name, column)
-    return table
+    x = [source.x] if isinstance(source.x, str) else source.x
+    wanted = dict.fromkeys([*x, source.y, source.client, source.time, source.split])
+    chosen = rows.select_columns([name for name in wanted if name is not None])
+    frame = hf.table.embed_table_storage(chosen.with_format("arrow")[:]).to_pandas()
+    for name in {source.client, source.split} - {source.y, None}:
+        if isinstance(feature := rows.features[name], hf.ClassLabel):
+            frame[name] = frame[name].map(feature.int2str)
+    return frame

@@ -100,10 +100,10 @@ def read_folders(
             warn_of_file(f"{root}: splits {list_names(left)} are left out, see train and test")
         images = [image for image in images if image[at] in (train, test)]
     roles = {part: [image[i] for image in images] for i, part in enumerate(parts)}
-    classes, labels = number_names(roles["class"])
+    classes, labels = number_names(str(root), "class", roles["class"])
     pool = Pool(np.empty(0), labels, len(classes), class_names=tuple(classes))
     if "user" in roles:
-        users, owner = number_names(roles["user"])
+        users, owner = number_names(str(root), "user", roles["user"])
         pool = pool._replace(client=owner, client_names=name_clients(users))
     if "split" in roles and test is not None:
         pool = pool._replace(test=np.array([name == test for name in roles["split"]]))
@@ -169,30 +169,28 @@ def read_metadata(
     of labels; `client` that of owners, None: one of `USERS`, if there is one.
     """
     from fedjax_cfl.data import tables  # with pandas, which few need
-    from fedjax_cfl.data.datasets.frame import Columns, make_pool
-    from fedjax_cfl.data.datasets.frame_cells import Reading
+    from fedjax_cfl.data.datasets.frame import Source, make_pool
 
-    kind = files[0].suffix
     frames = []
     for file in files:
-        if kind == ".csv":
+        if file.suffix == ".csv":
             text = ["file_name", y, "split", *([client] if client else USERS)]
-            table = tables.read_csv(file, text=text)
+            frame = tables.read_csv(file, text=text).frame
         else:
-            table = (tables.read_jsonl if kind == ".jsonl" else tables.read_parquet)(file)
-        if "file_name" not in table.frame:
+            read = tables.read_jsonl if file.suffix == ".jsonl" else tables.read_parquet
+            frame = read(file).frame
+        if "file_name" not in frame:
             raise InputError(
                 f"{file}: column file_name is missing, expected the name of an image in each row;"
-                f" found {list_names(list(map(str, table.frame)))}"
+                f" found {list_names(list(map(str, frame)))}"
             )
-        where = [str(file.parent / str(name)) for name in table.frame["file_name"]]
-        frames.append(table.frame.assign(file_name=where))
-    if len(files) > 1:
-        frames = [frame.assign(split=side) for side, frame in enumerate(frames)]
+        where = [str(file.parent / str(name)) for name in frame["file_name"]]
+        frame = frame.assign(file_name=where)
+        frames.append(frame.assign(split=len(frames)) if len(files) > 1 else frame)
     table = tables.join_files(str(root), list(map(str, files)), frames)
     client = client or next((name for name in USERS if name in table.frame), None)
     split = "split" if "split" in table.frame and "split" not in (y, client) else None
     images = [Path(name) for name in table.frame["file_name"]]
     table = table._replace(frame=table.frame.assign(file_name=0))  # in the place of features
-    pool = make_pool(table, Columns(y, "file_name", client, split), Reading())
+    pool = make_pool(table, Source(y, "file_name", client, split))
     return images, pool._replace(columns=None)

@@ -12,7 +12,7 @@ from fedjax_cfl.data.datasets.download import (
     locate,
     missing_data_error,
 )
-from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -170,7 +170,7 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     paths = locate(*CIFAR_100)
     if paths is None:
         raise missing_data_error("cifar100", *CIFAR_100)
-    records = [_records(path, labels=2, most=50_000) for path in paths]
+    records = [_records(path, labels=2) for path in paths]
     column, classes = (1, 100) if labels == "fine" else (0, 20)
     pool = Pool(
         np.concatenate([images for images, _ in records]),
@@ -186,9 +186,7 @@ def _class_names(relative: str, classes: int) -> tuple[str, ...] | None:
     paths = locate(relative)
     if paths is None:
         return None
-    with readers.open_unpacked(paths[0]) as (file, _):
-        content = readers.read_at_most(file, 100 * classes)
-    names = content.decode("utf-8", "backslashreplace").split()
+    names = readers.read_unpacked(paths[0]).decode("utf-8", "backslashreplace").split()
     if len(names) != classes or len(set(names)) != classes:
         raise InputError(
             f"{paths[0]}: holds {len(names)} names, expected {classes} different ones, one a line"
@@ -224,17 +222,15 @@ def read_images(
     return arrays
 
 
-def _records(path: Path, labels: int = 1, most: int = 10_000) -> tuple[np.ndarray, np.ndarray]:
-    """Reads a file of CIFAR's binary version, at most `most` records of `labels` labels and an
-    image; returns x [n, 32, 32, 3] and y [n, labels], both uint8.
+def _records(path: Path, labels: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Reads a file of CIFAR's binary version, records of `labels` labels and an image; returns
+    x [n, 32, 32, 3] and y [n, labels], both uint8.
     """
     size = labels + CIFAR_PIXELS
-    with readers.open_unpacked(path) as (file, _):
-        content = readers.read_at_most(file, most * size + 1)
+    content = readers.read_unpacked(path)
     if not content or len(content) % size:
         raise InputError(
-            f"{path}: size of the data is {len(content)} bytes, expected 1 to {most} records of"
-            f" {size} bytes"
+            f"{path}: size of the data is {len(content)} bytes, expected records of {size} bytes"
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, size)
     x = records[:, labels:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
@@ -246,23 +242,14 @@ def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarr
     uint8, y [N], test [N] bool.
     """
     images, labels = ([readers.read_idx(path) for path in paths[first::2]] for first in (0, 1))
-    for path, array in zip(paths, (images[0], labels[0], images[1], labels[1]), strict=True):
-        if array.shape[1:] != ((28, 28) if "images" in path.name else ()):
-            raise InputError(
-                f"{path}: shape is {array.shape}, expected"
-                f" {'(N, 28, 28)' if 'images' in path.name else '(N,)'}"
-            )
     for image, label in zip(images, labels, strict=True):
-        if len(image) != len(label):
+        if image.shape[1:] != (28, 28) or label.shape != image.shape[:1]:
             raise InputError(
-                f"{name}: {len(image)} images but {len(label)} labels, expected the files of one"
-                " data set"
+                f"{name}: images {image.shape} and labels {label.shape} in {paths[0].parent},"
+                " expected [N, 28, 28] and [N]"
             )
-    return (
-        np.concatenate(images),
-        np.concatenate(labels),
-        np.repeat([False, True], [len(part) for part in labels]),
-    )
+    test = np.repeat([False, True], [len(part) for part in labels])
+    return np.concatenate(images), np.concatenate(labels), test
 
 
 def _standardize(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Reader of LEAF JSON, under the rules of `readers`: one line for a malformed file, no
-size believed.
+"""LEAF's JSON (Caldas et al., "LEAF: A Benchmark for Federated Settings", 2018,
+https://arxiv.org/abs/1812.01097): users and their lists x and y.
 
 Files in the wild contradict themselves: LEAF's own test files of Shakespeare state 79 samples too
-many of each user, those of Reddit the samples of all splits. Samples that are there count.
+many of each user, those of Reddit the samples of all splits. The samples of `user_data` count.
 """
 
 import json
@@ -13,34 +13,91 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, open_unpacked, shorten
+from fedjax_cfl.data.datasets.pool import COUNTED, check_pool
+from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, read_unpacked, shorten
 from fedjax_cfl.errors import InputError, warn_of_file
+from fedjax_cfl.types import Pool
+from fedjax_cfl.validation import NaturalInt, checked
 
-# bytes of memory that a sign in JSON stands for: number, list, object, entry
-JSON_MEMORY_BYTES = {b",": 40, b"[": 64, b"{": 64, b":": 200}
-LEAF_DIMENSIONS = 32  # NumPy has 64, but cannot list the entries of so many
 # the characters of LEAF's Shakespeare in its order; those that are not among them are one more
 CHARACTERS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 PLACE = {char: place for place, char in enumerate(CHARACTERS)}
 UNKNOWN = len(CHARACTERS)
 
 
+@checked("dataset.source")
+def leaf(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
+    """Returns any LEAF JSON data set of arrays: a file, a folder of shards, or a folder
+    with train/ and test/ (then `test` is set).
+
+    With `num_classes` 0 y are numbers to regress, but those of text.
+    Of windows of text (Shakespeare) x [N, T] are the numbers of their characters, and the label is
+    the one that follows, of `CHARACTERS`; others, if there are any, are one more class.
+    Raises InputError for files that cannot be read and for what does not fit.
+    """
+    root = Path(os.path.expanduser(path))  # Path.expanduser and is_dir raise errors of their own
+    folders = [root / "train", root / "test"] if os.path.isdir(root / "train") else [root]
+    parts = [read_users([folder], read_user) for folder in folders]
+    held = [(user, *part[user]) for part in parts for user in sorted(part) if len(part[user][1])]
+    sizes = [sum(len(y) for _, y, _ in part.values()) for part in parts]
+    if 0 in sizes:
+        raise InputError(
+            f"{folders[sizes.index(0)]}: user_data holds no samples, expected at least one"
+        )
+    first = held[0][1]
+    for user, x, _, file in held:
+        if x.dtype != first.dtype or x.shape[1:] != first.shape[1:]:
+            raise InputError(
+                f"{file}: x of user {shorten(user)} has samples of shape {x.shape[1:]} and dtype"
+                f" {x.dtype}, expected {first.shape[1:]} and {first.dtype} as in other users"
+            )
+    x = np.concatenate([x for _, x, _, _ in held])
+    y = np.concatenate([y for _, _, y, _ in held])
+    names = sorted({user for user, *_ in held})
+    number = {user: place for place, user in enumerate(names)}
+    client = np.repeat([number[user] for user, *_ in held], [len(y) for _, _, y, _ in held])
+    test = np.repeat([False, True], sizes) if len(sizes) == 2 else None
+    classes, class_names = COUNTED if num_classes is None else num_classes, None
+    if x.dtype == np.int32:
+        class_names = name_characters(str(path), x, y)
+        classes = num_classes or len(class_names)
+    pool = Pool(x, y, classes, client, test, class_names=class_names, client_names=tuple(names))
+    return check_pool(pool, str(path))
+
+
+def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
+    """Returns what the classes of text are called, and says if there are unknown characters."""
+    unknown = [(part == UNKNOWN).mean() for part in (x, y)]
+    if not any(unknown):
+        return tuple(CHARACTERS)
+    warn_of_file(
+        f"{path}: {unknown[0]:.2%} of the characters are not among LEAF's {len(CHARACTERS)}; all of"
+        " them are one more, 'unknown'"
+    )
+    return (*CHARACTERS, "unknown")
+
+
 def read_users(
     folders: Iterable[PathLike], parse: Callable[[Path, str, object], tuple]
 ) -> dict[str, tuple[Any, Any, Path]]:
     """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file,
-    user, user_data)` gives (x, y). Says where num_samples is not what is there.
+    user, user_data)` gives (x, y).
     """
     data: dict[str, tuple[Any, Any, Path]] = {}
     for path in [shard for folder in folders for shard in _shards(Path(folder))]:
-        for user, x, y in _shard(path, parse):
+        shard = read_json(path, "LEAF JSON")
+        if not isinstance(shard, dict) or not isinstance(shard.get("user_data"), dict):
+            raise InputError(
+                f"{path}: key 'user_data' is missing or no dict, expected users, num_samples and"
+                " user_data"
+            )
+        for user, held in shard["user_data"].items():
             if user in data:
                 raise InputError(
                     f"{path}: user {shorten(user)} is also in {data[user][2]}, expected every user"
                     " in one shard only"
                 )
-            data[user] = (x, y, path)
+            data[user] = (*parse(path, user, held), path)
     return data
 
 
@@ -54,84 +111,26 @@ def _shards(path: Path) -> list[Path]:
     return shards
 
 
-def _shard(path: Path, parse: Callable[..., tuple]) -> list[tuple[str, Any, Any]]:
-    """Returns (user, x, y) for every user of one LEAF file, checked."""
-    shard = read_json(path, "LEAF JSON")
-    if not isinstance(shard, dict) or not isinstance(data := shard.get("user_data"), dict):
-        raise InputError(
-            f"{path}: key 'user_data' is missing or no dict, expected users, num_samples and"
-            " user_data"
-        )
-    users = shard.get("users", list(data))  # not all who use the form write both
-    sizes = shard.get("num_samples", [None] * len(users) if isinstance(users, list) else [])
-    for name, value in (("users", users), ("num_samples", sizes)):
-        if not isinstance(value, list):
-            raise InputError(f"{path}: key {name!r} is no list, expected one entry for each user")
-    if not all(isinstance(user, str) for user in users) or len(set(users)) != len(users):
-        raise InputError(
-            f"{path}: users holds a repeated or non-text name, expected distinct strings"
-        )
-    if len(sizes) != len(users):
-        raise InputError(
-            f"{path}: num_samples has {len(sizes)} entries, expected {len(users)}, one a user"
-        )
-    if unlisted := sorted(data.keys() - set(users)):
-        raise InputError(
-            f"{path}: user_data holds {shorten(unlisted[0])}, expected only names listed in users"
-        )
-    held = [(user, *parse(path, user, data.get(user))) for user in users]
-    _compare_sizes(path, {user: len(y) for user, _, y in held}, sizes)
-    return held
-
-
-def _compare_sizes(path: Path, held: dict[str, int], sizes: list[Any]) -> None:
-    """Says whose num_samples is not what is held. Raises InputError for one that is no number."""
-    wrong = []
-    for (user, count), size in zip(held.items(), sizes, strict=True):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
-            raise InputError(
-                f"{path}: num_samples of user {shorten(user)} is {describe_value(size)}, expected a"
-                " whole number"
-            )
-        if size not in (None, count):
-            wrong.append(f"{shorten(user)} with {shorten(size)} for {count}")
-    if wrong:
-        warn_of_file(
-            f"{path}: num_samples is not what is there for {len(wrong)} of {len(held)} users, first"
-            f" {wrong[0]}; what is there is read"
-        )
-
-
 def read_json(path: Path, expected: str) -> Any:
-    """Returns what a JSON file holds; objects with a repeated key are refused, as are
-    files that would fill the memory with objects.
-    """
-    with open_unpacked(path) as (file, _):
-        text = readers.read_at_most(file, readers.MAX_UNPACKED_BYTES // 4 + 1)
-        need = max(
-            4 * len(text), sum(cost * text.count(mark) for mark, cost in JSON_MEMORY_BYTES.items())
-        )
-        if need > readers.MAX_UNPACKED_BYTES:
-            raise InputError(
-                f"{path}: file takes {need} bytes of memory or more, expected at most"
-                f" {readers.MAX_UNPACKED_BYTES}; split it into shards"
-            )
-        try:
-            return json.loads(text, object_pairs_hook=_reject_duplicate_keys)
-        except (ValueError, RecursionError) as error:
-            # UnicodeDecodeError and JSONDecodeError are ValueErrors
-            raise InputError(
-                f"{path}: file is not JSON ({line_of(error)}), expected {expected}"
-            ) from error
+    """Returns what a JSON file holds; objects with a repeated key are refused."""
+    try:
+        return json.loads(read_unpacked(path), object_pairs_hook=_reject_duplicate_keys)
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise InputError(
+            f"{path}: file is not JSON ({line_of(error)}), expected {expected}"
+        ) from error
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns a JSON object; of two values for one key, neither can be trusted."""
-    found = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"key {shorten(name)} is there twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"key {shorten(twice)} is there twice")
     return found
 
 
@@ -173,29 +172,28 @@ def count_samples(parts: list[dict[str, Any]], name: str) -> int:
     return sum(len(part[name][1]) for part in parts if name in part)
 
 
-def describe_value(value: object) -> str:
-    """Returns a value as a message can show it; what is nested, and could be so without
-    end, by its kind and length.
-    """
-    return (
-        f"a {type(value).__name__} of {len(value)}"
-        if isinstance(value, list | dict)
-        else shorten(value)
-    )
-
-
 def read_user(path: Path, user: str, held: object) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user, of text the numbers of its characters."""
     x, y = user_lists(path, user, held)
     if x and isinstance(x[0], str):
         return number_characters(path, user, x, y)
-    x, y = (_numbers(path, user, name, value) for name, value in (("x", x), ("y", y)))
-    if y.ndim != 1:
+    arrays = []
+    for name, values in (("x", x), ("y", y)):
+        said = f"{path}: {name} of user {shorten(user)}"
+        try:
+            array = np.array(values)
+        except (ValueError, OverflowError):  # an empty sample or one of another length
+            raise InputError(f"{said} is ragged, expected rows of equal length") from None
+        if array.dtype.kind not in "buif":
+            raise InputError(f"{said} is not numeric, expected a list of numbers")
+        arrays.append(array)
+    if arrays[1].ndim != 1:
         raise InputError(
-            f"{path}: y of user {shorten(user)} has shape {y.shape}, expected one label a sample"
+            f"{path}: y of user {shorten(user)} has shape {arrays[1].shape}, expected one label a"
+            " sample"
         )
     with np.errstate(over="ignore"):  # an overflow becomes inf, which check_pool reports
-        return x.astype(np.float32), y
+        return arrays[0].astype(np.float32), arrays[1]
 
 
 def number_characters(
@@ -215,25 +213,3 @@ def number_characters(
         )
     numbers = [[PLACE.get(char, UNKNOWN) for char in text] for text in (*texts, following)]
     return np.array(numbers[:-1], np.int32), np.array(numbers[-1], np.int64)
-
-
-def _numbers(path: Path, user: str, name: str, value: list) -> np.ndarray:
-    """Returns a nested list as an array of int64, or of float64 if there is a float."""
-    said = f"{path}: {name} of user {shorten(user)}"
-    # by itself NumPy would give all the longest text's room
-    items = np.array(value, dtype=object)
-    kinds = set(map(type, items.flat)) if items.ndim <= LEAF_DIMENSIONS else {list}
-    if list in kinds:
-        raise InputError(
-            f"{said} is ragged, expected rows of equal length in at most {LEAF_DIMENSIONS}"
-            " dimensions"
-        )
-    if not kinds <= {int, float}:
-        found = ", ".join(sorted(kind.__name__ for kind in kinds - {int, float}))
-        raise InputError(f"{said} is not numeric ({found}), expected a list of numbers")
-    try:
-        return items.astype(np.int64 if kinds == {int} else np.float64)
-    except OverflowError as error:
-        raise InputError(
-            f"{said} holds a number of too many digits, expected at most 64 bits"
-        ) from error

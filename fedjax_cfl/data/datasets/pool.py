@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.formatting import clean_name
+from fedjax_cfl.formatting import clean_name, shorten
 from fedjax_cfl.types import Pool
 
 # a label beyond this is no label, and tables of classes should not end in a lack of memory
 MAX_CLASSES = 1_000_000
+CHECK_BYTES = 2**27  # of samples that are looked at at once: they may stay on the disk
 COUNTED = -1  # of `Pool.num_classes`: the largest label + 1
 # words that stand where a number is missing
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "NULL", "null", "None", "NaT", "?")
+NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", re.IGNORECASE)
+SPLITS = {word: False for word in ("train", "training", "0", "false")}
+SPLITS |= {word: True for word in ("test", "testing", "1", "true")}
 # what to do with whole numbers that are negative or too large
 REMEDIES = {
     "client": ": store numpy.unique(client, return_inverse=True)[1]",
@@ -47,14 +51,14 @@ def check_pool(pool: Pool, name: str) -> Pool:
             f"{name}: x has samples of shape {x.shape[1:]}, expected at least one feature"
         )
     if x.dtype != np.uint8:
-        read = read_features(x)
-        bad = ~np.isfinite(to_float32(read)).reshape(len(x), -1).all(axis=1)
+        x, rows = read_features(x), max(CHECK_BYTES // x[:1].nbytes, 1)
+        blocks = (to_float32(x[begin : begin + rows]) for begin in range(0, len(x), rows))
+        bad = np.concatenate([~np.isfinite(b).reshape(len(b), -1).all(1) for b in blocks])
         if bad.any():
             raise InputError(
                 f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample"
                 f" {bad.argmax()}, expected finite values"
             )
-        x = read
     classes = pool.num_classes
     y, classes = _read_labels(name, y, classes) if classes else (_read_targets(name, y), 0)
     given = {field: getattr(pool, field) for field in ("client", "test", "time")}
@@ -92,7 +96,7 @@ def read_features(x: np.ndarray) -> np.ndarray:
     all others as float32, and uint8 as it is.
     """
     rounded = to_float32(x)
-    exact = x.ndim != 2 or np.array_equal(rounded, x)
+    exact = rounded is x or x.ndim != 2 or np.array_equal(rounded, x)
     return rounded if exact else x.astype(np.float64, copy=False)
 
 
@@ -169,16 +173,22 @@ def number_owners(client: np.ndarray) -> np.ndarray:
 
 
 def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns which samples are for testing [N] bool, from 0 (train) and 1 (test)."""
-    fits = split.dtype.kind in "buif" and split.shape == y.shape[:1]
-    if not fits or not np.isin(split, (0, 1)).all():
-        found = f"shape {split.shape} and dtype {split.dtype}"
-        if fits:
-            found = f"{split[~np.isin(split, (0, 1))][0]} somewhere"
+    """Returns which samples are for testing [N] bool, from 0 or train, and 1 or test."""
+    if split.shape != y.shape[:1]:
         raise InputError(
-            f"{path}: split has {found}, expected 0 (train) or 1 (test) for each of y's samples"
+            f"{path}: split has shape {split.shape}, expected ({len(y)},), one entry a sample"
         )
-    return split == 1
+    words, number = number_names(str(path), "split", split)
+    for place, word in enumerate(words):
+        if word.lower() not in SPLITS:
+            raise InputError(
+                f"{path}: split is {shorten(word)} in sample {(number == place).argmax()}, expected"
+                " train or test, or 0 or 1: name it so, or leave the rows out"
+            )
+    return np.array([SPLITS[word.lower()] for word in words], bool)[number]
+
+
+# names
 
 
 def sort_names(names: Iterable[str]) -> list[str]:
@@ -189,47 +199,39 @@ def sort_names(names: Iterable[str]) -> list[str]:
     return sorted(distinct)
 
 
-def number_names(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """Returns the distinct names, each in its one form, in order, as `sort_names` does, and the
-    number [N] of each.
+def number_names(
+    path: str, role: str, values: np.ndarray | Sequence[str]
+) -> tuple[list[str], np.ndarray]:
+    """Returns the distinct names among text, bytes or numbers [N], each in its one form, in order,
+    as `sort_names` does, and the number [N] of each.
+
+    Raises InputError for an empty name, and for one such as NA where all others are numbers; among
+    text it is a name as any other.
     """
-    forms = {name: clean_name(name) for name in set(names)}
-    ordered = sort_names(forms.values())
-    place = {name: number for number, name in enumerate(ordered)}
-    return ordered, np.array([place[forms[name]] for name in names], int)
-
-
-def number_words(path: str, role: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the distinct words of text or bytes [N], each in its one form, sorted, and the
-    number [N] of each. Raises InputError for words that stand for none, see `refuse_gaps`.
-    """
-    found, first = np.unique(words, return_inverse=True)
-    names, second = np.unique([clean_name(word) for word in found.tolist()], return_inverse=True)
-    refuse_gaps(path, role, names.tolist(), second[first])
-    return names, second[first]
-
-
-def refuse_gaps(path: str, role: str, words: Sequence[str], number: np.ndarray) -> None:
-    """Raises InputError for an empty word, and for one such as NA where all others are numbers;
-    among text it is a word as any other. `number` [N] is the word of each sample.
-    """
-    missing = [word for word in words if word in MISSING]
-    others = [word for word in words if word not in MISSING]
-    if missing and (missing[0] == "" or (others and all(map(_is_number, others)))):
-        sample = int((number == list(words).index(missing[0])).argmax())
-        found = f"{missing[0]} in sample {sample} and numbers in others" if missing[0] else ""
+    found, first = np.unique(np.asarray(values), return_inverse=True)
+    forms = [clean_name(value) for value in found.tolist()]
+    names = sort_names(forms)
+    place = {name: number for number, name in enumerate(names)}
+    number = np.array([place[form] for form in forms], int)[first]
+    missing = next((name for name in names if name in MISSING), None)
+    others = [name for name in names if name not in MISSING]
+    if missing == "" or (missing and others and read_numbers(others) is not None):
+        sample = int((number == place[missing]).argmax())
+        said = f"{missing} in sample {sample} and numbers in others"
         raise InputError(
-            f"{path}: {role} is {found or f'empty in sample {sample}'}, expected one in every row:"
-            " fill it in or leave the row out"
+            f"{path}: {role} is {said if missing else f'empty in sample {sample}'}, expected one in"
+            " every row: fill it in or leave the row out"
         )
+    return names, number
 
 
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
+def read_numbers(names: Sequence[str]) -> np.ndarray | None:
+    """Returns the numbers that all names are, int64 where they are whole; None: some are none."""
+    if not all(map(NUMBER.fullmatch, names)):
+        return None
+    values = np.array(names, float)
+    whole = (values == np.floor(values)).all() and (np.abs(values) < 2**53).all()
+    return values.astype(np.int64) if whole else values
 
 
 def name_clients(names: Iterable[str]) -> tuple[str | int, ...]:

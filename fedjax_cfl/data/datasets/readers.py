@@ -23,10 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import shorten
 
 PathLike = str | Path
-Unpacked = io.BufferedReader | gzip.GzipFile
-# of a gzipped file, of any IDX array, and of the Python objects of a JSON file
-MAX_UNPACKED_BYTES = 2**31
-READ_BYTES = 2**20  # bytes read at once
+MAX_UNPACKED_BYTES = 2**31  # of any file that is read at once
 PLAIN = (
     "arrays of numbers or text; of objects, which are pickles and never read, store"
     " x.astype(numpy.float32), y.astype(str)"
@@ -91,22 +88,34 @@ def check_file(path: PathLike, magic: bytes | None = None) -> None:
 
 
 @contextlib.contextmanager
-def open_unpacked(path: PathLike) -> Iterator[tuple[Unpacked, int]]:
-    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed
-    file is read too), and the most bytes it can hold.
+def open_unpacked(path: PathLike) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    """Yields a file, unpacked if gzipped (by its first two bytes, so that a renamed file is read
+    too).
     """
     check_file(path, b"\x1f\x8b")
     try:
         with open(path, "rb") as file:
-            if file.peek(2)[:2] == b"\x1f\x8b":
-                yield gzip.GzipFile(fileobj=file), MAX_UNPACKED_BYTES
-            else:
-                yield file, min(os.fstat(file.fileno()).st_size, MAX_UNPACKED_BYTES)
+            packed = file.peek(2)[:2] == b"\x1f\x8b"
+            yield gzip.GzipFile(fileobj=file) if packed else file
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise InputError(
             f"{path}: file cannot be read ({line_of(error)}), expected a complete file, gzipped or"
             " not"
         ) from error
+
+
+def read_unpacked(path: PathLike) -> bytearray:
+    """Returns the content of a file, unpacked if gzipped, of at most `MAX_UNPACKED_BYTES`."""
+    content = bytearray()
+    with open_unpacked(path) as file:
+        while piece := file.read(2**20):  # memory grows with what is there
+            content += piece
+            if len(content) > MAX_UNPACKED_BYTES:
+                raise InputError(
+                    f"{path}: file holds more than {MAX_UNPACKED_BYTES} bytes, expected at most so"
+                    " many; split it"
+                )
+    return content
 
 
 @contextlib.contextmanager
@@ -128,14 +137,6 @@ def list_folder(path: Path, expected: str = "a readable folder") -> list[str]:
         return sorted(os.listdir(path))
 
 
-def read_at_most(file: Unpacked, most: int) -> bytearray:
-    """Returns at most `most` bytes; memory grows with what is there, not with `most`."""
-    content = bytearray()
-    while len(content) < most and (piece := file.read(min(READ_BYTES, most - len(content)))):
-        content += piece
-    return content
-
-
 def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of files, one after another."""
     for path in paths:
@@ -149,39 +150,21 @@ def read_idx(path: PathLike) -> np.ndarray:
     The format: bytes 0, 0, type (8 = uint8), number of dimensions, then each dimension
     as a big-endian uint32, then the data.
     """
-    path = Path(path)
-    with open_unpacked(path) as (file, most):
-        head = file.read(4)
-        if len(head) < 4 or head[:2] != b"\0\0":
-            raise InputError(
-                f"{path}: magic is 0x{head.hex()}, expected an IDX file (0x0000, type, dimensions)"
-            )
-        if head[2] != 8:
-            raise InputError(f"{path}: type is 0x{head[2]:02x}, expected 0x08 (uint8)")
-        sizes = file.read(4 * head[3])
-        if not 1 <= head[3] <= 8 or len(sizes) < 4 * head[3]:
-            raise InputError(
-                f"{path}: shape of {head[3]} dimensions in {len(sizes)} bytes, expected 1 to 8, and"
-                " a complete header"
-            )
-        shape = tuple(int(n) for n in np.frombuffer(sizes, ">u4"))
-        size = math.prod(shape)
-        if size == 0:
-            raise InputError(f"{path}: shape is {shape}, expected at least one in each dimension")
-        if size > most:
-            raise InputError(
-                f"{path}: size of the data is {most} bytes or less, expected {size} for shape"
-                f" {shape}"
-            )
-        # one more, which must not be there; at the end of a .gz its checksum is compared
-        data = read_at_most(file, size + 1)
-    if len(data) != size:
-        more = " or more" if len(data) > size else ""
+    content = read_unpacked(path)
+    if content[:3] != b"\0\0\x08" or not any(content[3:4]):
         raise InputError(
-            f"{path}: size of the data is {len(data)} bytes{more}, expected {size} for shape"
-            f" {shape}"
+            f"{path}: begins with 0x{content[:4].hex()}, expected an IDX file of uint8 (0x000008,"
+            " then the number of dimensions)"
         )
-    return np.frombuffer(data, np.uint8).reshape(shape)
+    begin = 4 + 4 * content[3]
+    shape = tuple(np.frombuffer(content, ">u4", min(begin, len(content)) // 4)[1:].tolist())
+    size = math.prod(shape)
+    if len(shape) < content[3] or not size or len(content) != begin + size:
+        raise InputError(
+            f"{path}: holds {len(content)} bytes, expected {begin + size} for shape {shape} of"
+            f" {content[3]} dimensions, none of which is 0"
+        )
+    return np.frombuffer(content, np.uint8, offset=begin).reshape(shape)
 
 
 def read_npz(

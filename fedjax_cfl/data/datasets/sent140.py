@@ -5,7 +5,6 @@ https://arxiv.org/abs/1812.01097.
 """
 
 import datetime
-import os
 import re
 from pathlib import Path
 from typing import Literal
@@ -15,13 +14,12 @@ import numpy as np
 from fedjax_cfl.data.datasets.download import locate, locate_first, missing_data_error
 from fedjax_cfl.data.datasets.leaf_json import (
     count_samples,
-    describe_value,
     join_users,
     read_users,
     user_lists,
 )
 from fedjax_cfl.data.datasets.pool import check_pool
-from fedjax_cfl.data.datasets.readers import list_folder, shorten
+from fedjax_cfl.data.datasets.readers import shorten
 from fedjax_cfl.data.datasets.word_vectors import embed_texts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
@@ -31,8 +29,6 @@ from fedjax_cfl.validation import NaturalInt, PositiveInt, Seed, checked
 WHEN, TEXT, COLUMNS = 1, 4, 5
 # labels as the original writes them (2 is neutral, not in its training file), or LEAF
 POSITIVE, NEGATIVE = ("4", "1"), ("0", "2")
-DATE = re.compile(r"\w{3} (\w{3}) (\d\d) (\d\d):\d\d:\d\d \w+ (\d{4})", re.ASCII)
-MONTHS: tuple[str, ...] = tuple("Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split())
 PLACES = tuple(
     tuple(f"{folder}/{part}" for part in parts)
     for folder in ("sent140/data", "sent140")
@@ -109,13 +105,11 @@ def _files() -> list[list[Path]]:
     """
     if found := locate_first(PLACES):
         return [[path] for path in found]
-    root = next(iter(locate("sent140") or []), Path())
-    inside = root != Path() and os.path.isdir(root)
-    listed = list_folder(root, "a readable folder of LEAF files") if inside else []
+    found = [each for root in locate("sent140") or () for each in sorted(root.glob("*.json*"))]
     own = [
-        root / name
-        for name in listed
-        if name.endswith((".json", ".json.gz")) and not name.startswith(STAND_IN)
+        each
+        for each in found
+        if each.name.endswith((".json", ".json.gz")) and not each.name.startswith(STAND_IN)
     ]
     train, test = ([path for path in own if mark in path.name] for mark in ("_train", "_test"))
     if own:
@@ -130,12 +124,9 @@ def parse_hour(date: object) -> int | None:
     """Returns the hours since 1970 of "Mon Apr 06 22:19:45 PDT 2009", in the zone that it
     names; None of what is no such date.
     """
-    found = DATE.fullmatch(date) if isinstance(date, str) else None
-    if found is None:
-        return None
-    month, day, hour, year = found.groups()
+    plain = re.sub(r" \w+(?= \d{4}$)", "", str(date))  # without the zone
     try:
-        then = datetime.datetime(int(year), 1 + MONTHS.index(month), int(day), int(hour))
+        then = datetime.datetime.strptime(plain, "%a %b %d %H:%M:%S %Y")
     except ValueError:
         return None
     hours = (then - datetime.datetime(1970, 1, 1)) // datetime.timedelta(hours=1)
@@ -151,19 +142,12 @@ def _tweets(path: Path, user: str, held: object) -> tuple[list[tuple[str, int | 
     for i, (row, label) in enumerate(zip(rows, labels, strict=True)):
         if not isinstance(row, list) or len(row) < COLUMNS or not isinstance(row[TEXT], str):
             raise InputError(
-                f"{said}: entry {i} of x is {describe_value(row)}, expected a row of id, date,"
-                " query, user, text"
+                f"{said}: entry {i} of x is {shorten(row)}, expected a row of id, date, query,"
+                " user, text"
             )
-        if (
-            isinstance(label, bool)
-            or not isinstance(label, int | str)
-            or str(label) not in POSITIVE + NEGATIVE
-        ):
+        if str(label) not in POSITIVE + NEGATIVE:
             raise InputError(
-                f"{said}: entry {i} of y is {describe_value(label)}, expected 4 or 1 (positive), 0"
-                " or 2"
+                f"{said}: entry {i} of y is {shorten(label)}, expected 4 or 1 (positive), 0 or 2"
             )
-    return (
-        [(row[TEXT], parse_hour(row[WHEN])) for row in rows],
-        [int(str(label) in POSITIVE) for label in labels],
-    )
+    positive = [int(str(label) in POSITIVE) for label in labels]
+    return [(row[TEXT], parse_hour(row[WHEN])) for row in rows], positive

@@ -3,7 +3,7 @@
 import numpy as np
 
 from fedjax_cfl.data.datasets.download import locate_first, missing_data_error
-from fedjax_cfl.data.datasets.files import leaf
+from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.types import Pool
 
 # what is looked for, and the folder that `leaf` then reads

@@ -23,6 +23,7 @@ Sign = Annotated[
 Name = TypeAliasType(
     "Name", Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
 )
+Kind = Literal["csv", "jsonl", "parquet"]
 Names = TypeAliasType("Names", Name | Annotated[list[Name], Rule("a list of names", bool)])
 
 
@@ -67,7 +68,7 @@ def from_frame(
     given = locals()
     from fedjax_cfl.data.datasets import frame  # with pandas, which few need
 
-    return frame.make_pool(frame.to_table(table, name), *frame.describe(given))
+    return frame.make_pool(frame.to_table(table, name), frame.describe(given))
 
 
 @checked("dataset.source")
@@ -136,11 +137,11 @@ def parquet(
     return read_source("parquet", locals())
 
 
-def read_source(kind: Literal["csv", "jsonl", "parquet"], source: dict[str, Any]) -> Pool:
+def read_source(kind: Kind, source: dict[str, Any]) -> Pool:
     """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`."""
     from fedjax_cfl.data.datasets import frame
 
-    return frame.make_pool(_read_files(kind, source), *frame.describe(source))
+    return frame.make_pool(_read_files(kind, source), frame.describe(source))
 
 
 def read_new_samples(
@@ -152,12 +153,11 @@ def read_new_samples(
     from fedjax_cfl.data.datasets import frame
 
     table = _read_files(kind, source)
-    columns, reading = frame.describe(source)
-    used = frame.match_columns(table, columns, trained, labels)
-    return frame.make_pool(table, used, reading)
+    used = frame.match_columns(table, frame.describe(source), trained, labels)
+    return frame.make_pool(table, used)
 
 
-def _read_files(kind: str, source: dict[str, Any]) -> tables.Table:
+def _read_files(kind: Kind, source: dict[str, Any]) -> tables.Table:
     if kind != "csv":
         return (tables.read_jsonl if kind == "jsonl" else tables.read_parquet)(source["path"])
     sign = "\t" if source["delimiter"] == "tab" else source["delimiter"]

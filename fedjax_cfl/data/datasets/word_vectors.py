@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets.readers import PathLike, open_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import PathLike, line_of, open_unpacked
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.validation import checked
 
@@ -17,7 +17,6 @@ MAX_TOKENS, VECTOR_SIZE = 25, 300  # of a tweet, of a word
 TOKEN = re.compile(r"[\w']+|[.,!?;]")
 # of a component of a hashed vector, about that of GloVe.6B's vectors: the norm is then about 7
 HASH_STD = 0.4
-MAX_LINE_BYTES = 2**14  # bytes of a line of word vectors: 300 numbers of 50 signs and more
 
 
 def tokenize(text: str, lower: bool = False) -> list[str]:
@@ -79,60 +78,33 @@ def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
 
     A line is a word and VECTOR_SIZE numbers, with single spaces between them; of a
     repeated word the first line counts. The file is read line by line. Raises
-    InputError, with the number of the line, for one that is too long, not UTF-8, has
-    another number of columns or, where the word is needed, a column that is not a
-    finite number; and for a file with none of the words.
+    InputError, with the number of the line, for one with another number of columns, or that is
+    not UTF-8, or, where the word is needed, with a column that is not a finite number; and for a
+    file with none of the words.
     """
     path = Path(os.path.expanduser(str(path)))
     wanted = {word.encode("utf-8", "surrogatepass"): i for i, word in enumerate(words)}
-    table, missing, number = np.zeros((len(wanted), VECTOR_SIZE), np.float32), len(wanted), 0
-    with open_unpacked(path) as (file, _):
-        while line := file.readline(MAX_LINE_BYTES + 1):
-            number += 1
-            place = f"{path}: line {number}"
-            if len(line) > MAX_LINE_BYTES:
-                raise InputError(
-                    f"{place} has more than {MAX_LINE_BYTES} bytes, expected a word and"
-                    f" {VECTOR_SIZE} numbers"
-                )
-            line = line.rstrip(b"\r\n")
-            if (columns := line.count(b" ") + 1) != VECTOR_SIZE + 1:
-                raise InputError(
-                    f"{place} has {columns} columns, expected {VECTOR_SIZE + 1}: a word and"
-                    f" {VECTOR_SIZE} numbers"
-                )
-            word, _, rest = line.partition(b" ")
+    table, missing = np.zeros((len(wanted), VECTOR_SIZE), np.float32), len(wanted)
+    with open_unpacked(path) as file:
+        for number, line in enumerate(file, 1):
+            word, *columns = line.rstrip(b"\r\n").split(b" ")
             try:  # another encoding would only look like unknown words
                 word.decode()
-            except UnicodeDecodeError:
+                if len(columns) != VECTOR_SIZE:
+                    raise ValueError(f"it has {len(columns) + 1} columns")
+                if (i := wanted.pop(word, None)) is not None:
+                    with np.errstate(over="ignore"):
+                        table[i] = np.array(columns).astype(np.float64)
+                    if not np.isfinite(table[i]).all():
+                        raise ValueError("a number is not finite")
+            except ValueError as error:
                 raise InputError(
-                    f"{place}: word {shorten(word)} is not UTF-8, expected a GloVe text file"
+                    f"{path}: line {number} cannot be read ({line_of(error)}), expected a word in"
+                    f" UTF-8 and {VECTOR_SIZE} finite numbers"
                 ) from None
-            if (i := wanted.pop(word, None)) is not None:
-                table[i] = _vector(place, rest.split(b" "))
-    if number == 0:
-        raise InputError(
-            f"{path}: file is empty, expected lines of a word and {VECTOR_SIZE} numbers"
-        )
     if len(wanted) == missing > 0:
         raise InputError(
             f"{path}: none of the {missing} different words of the data is in it, expected vectors"
             " of English words"
         )
     return table
-
-
-def _vector(place: str, columns: list[bytes]) -> np.ndarray:
-    vector = np.zeros(VECTOR_SIZE, np.float32)
-    for i, column in enumerate(columns):
-        try:
-            with np.errstate(over="ignore"):
-                vector[i] = float(column)
-        except ValueError:
-            vector[i] = np.nan
-        if not np.isfinite(vector[i]):
-            raise InputError(
-                f"{place}: column {i + 2} is {shorten(column.decode(errors='replace'))}, expected a"
-                " finite number"
-            )
-    return vector
