@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from conftest import one_line
@@ -175,6 +176,30 @@ def test_what_a_mask_hides_is_not_read(x):
     """NumPy makes arrays of rows without their masks."""
     one_line("x has masked entries, expected a value in each", from_arrays, x, Y)
     one_line("x has masked entries", cfl.federate, cfl.Pool(x, Y, 3), cfl.Partition(Y, Y, Y > 0))
+
+
+def test_groups_may_be_named_by_client():
+    groups = {"zoe": "b", "ann": "a", " bob ": "b"}
+    pool = from_arrays(X, Y, client=GOOD["client"], concept=groups)
+    same(pool, from_arrays(X, Y, client=GOOD["client"], concept=["a", "b", "b"]))
+    assert from_arrays(X, Y, client=[7, 2, 7, 2], concept={7: 1, 2: 0}).concept.tolist() == [0, 1]
+    for change, says in (
+        ({"bob": None}, "concept has no group of client 'bob', expected a group of each client"),
+        ({"bob": "b", "eve": "a"}, "concept has 'eve', expected a group of each client"),
+    ):
+        named = {"zoe": "b", "ann": "a"} | {k: v for k, v in change.items() if v is not None}
+        one_line(says, from_arrays, X, Y, client=GOOD["client"], concept=named)
+    frame = pd.DataFrame({"a": [1.0, 2], "who": ["u", "v"], "y": [0, 1]})
+    says = "concept={'u': 0}: must be null or the name of a column"
+    one_line(says, cfl.from_frame, frame, "y", client="who", concept={"u": 0})
+
+
+def test_columns_of_text_are_named():
+    frame = pd.DataFrame({"a": [1.0, 2], "city": ["Rome", "Oslo"], "b": [3, 4]})
+    says = "x is 'Rome' in sample 0, expected a number as in the others: column 'city' holds it"
+    for table in (frame, frame.convert_dtypes(), pa.Table.from_pandas(frame)):
+        one_line(says, from_arrays, table, [0, 1])
+    one_line("number_text=True", from_arrays, frame[["city"]], [0, 1])
 
 
 def test_a_row_whose_mask_hides_nothing_is_a_row():

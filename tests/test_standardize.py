@@ -185,6 +185,9 @@ def test_clients_that_are_held_out_have_no_say(toy):
 def test_features_of_unlike_scales_get_a_hint(toy):
     wide = toy.replace(x=toy.x * jnp.array([1, 1, 500, 1, 1.0]))
     assert "dataset.standardize=pool (or client)" in describe_scales(wide, "none")
+    heart, warmth = (toy.x[:, :1] / toy.x[:, :1].std() * deviation for deviation in (11.5, 0.3))
+    pulse = toy.replace(x=jnp.concatenate([heart, warmth], 1))
+    assert "deviations from 0.294 to 11.3" in describe_scales(pulse, "none")
     assert describe_scales(wide, "pool") is None and describe_scales(toy, "none") is None
     images = wide.replace(x=wide.x.reshape(-1, 5, 1))
     assert describe_scales(images, "none") is None

@@ -17,7 +17,7 @@ Standardize = Literal["none", "client", "pool"]
 BLOCK = 4096  # samples whose moments are added up at once
 # a deviation that is smaller beside the mean is rounding, of samples of that type
 ROUNDING = {np.float32: 1e-6, np.float64: 1e-12}
-UNLIKE = 100  # features whose deviations differ by so much are worth a hint
+UNLIKE = 10  # features whose deviations differ by so much are worth a hint
 
 
 class Scaling(NamedTuple):

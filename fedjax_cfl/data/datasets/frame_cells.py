@@ -45,6 +45,8 @@ def infer_type(column: pd.Series) -> str:
     """Returns what pandas infers of a column, of categories that of their values."""
     if isinstance(column.dtype, pd.CategoricalDtype):
         column = pd.Series(column.cat.categories)
+    if pd.api.types.is_bool_dtype(column.dtype):
+        return "boolean"
     if pd.api.types.is_numeric_dtype(column.dtype) and column.dtype.kind != "c":
         return "floating"  # also where pandas knows no better, as of Arrow's decimals
     return pd.api.types.infer_dtype(column, skipna=True)
@@ -70,6 +72,9 @@ def read_numbers(
     """Returns numbers [N]; those in text as float64. The `remedy` is for a cell that is none."""
     column = table.frame[name]
     refuse_missing(table, name, column.isna())
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        column = column.astype(column.cat.categories.dtype)
+    column = column.infer_objects()
     if pd.api.types.is_numeric_dtype(column.dtype):
         return column.to_numpy(getattr(column.dtype, "numpy_dtype", None))
     words = _strip(column)
@@ -161,13 +166,15 @@ def read_words(table: Table, name: str, decimal: str) -> np.ndarray:
         column = column.mask(
             column.str.fullmatch(r"\s*[-+]?\d+,\d+\s*"), column.str.replace(",", ".")
         )
-    return column.to_numpy(object)
+    return np.array([value if isinstance(value, bytes) else str(value) for value in column], object)
 
 
 def read_names(table: Table, name: str, decimal: str) -> np.ndarray:
-    """Returns what a column of labels, clients, splits or groups holds [N]: numbers, or text."""
+    """Returns what a column of labels, clients, splits or groups holds [N]: numbers, or text, such
+    as True and False, which a CSV cannot tell from text.
+    """
     inferred = infer_type(table.frame[name])
-    if inferred in ("string", "bytes", "empty"):
+    if inferred in ("string", "bytes", "boolean", "empty"):
         return read_words(table, name, decimal)
     if inferred in NUMBERS:
         return read_numbers(table, name)
