@@ -379,21 +379,10 @@ def test_extension_types_run_nothing_and_give_their_storage(tmp_path, monkeypatc
 
 
 def test_damaged_parquet_files(path):
-    whole, start = path.read_bytes(), pa.table(COLUMNS).select(["y", "half"])
-    pyarrow.parquet.write_table(start, path, write_page_checksum=True, compression="none")
-    sound = path.read_bytes()
-    assert len(parquet(path, "y").y) == 4
-    place = sound.index(np.float16([0.5, 1.5]).tobytes())
-    for content, says in (
-        (b"", "cannot be read"),
-        (b"PAR1", "cannot be read"),
-        (whole[:-30], "cannot be read"),
-        (whole[: len(whole) // 2], "cannot be read"),
-        (sound[:place] + b"\1" + sound[place + 1 :], "cannot be read"),
-        (b"y,half\n1,2\n", "cannot be read"),
-    ):
+    whole = path.read_bytes()
+    for content in (b"", b"PAR1", whole[:-30], whole[: len(whole) // 2], b"y,half\n1,2\n"):
         path.write_bytes(content)
-        assert says in refusal(parquet, path, "y")
+        assert "cannot be read" in refusal(parquet, path, "y")
 
 
 @pytest.mark.parametrize("read", [csv, parquet])

@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.federated import check_classes
-from fedjax_cfl.data.transform import check_square
+from fedjax_cfl.data.transform import TURNS, check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, Seed, checked
@@ -62,11 +62,16 @@ def rotate(
         )
     check_square(x, "concept=rotate")
     concept = draw_concepts(clients, groups, shuffle, seed)
+    return turn_quarters(x, concept[owner] * (TURNS // groups)), y, concept
+
+
+def turn_quarters(x: np.ndarray, quarters: np.ndarray) -> np.ndarray:
+    """Returns images [N, H, H, ...], each turned by its number of `quarters` [N]."""
     x = x.copy()
-    for g in range(1, groups):
-        rows = np.flatnonzero(concept[owner] == g)
-        x[rows] = np.rot90(x[rows], g * 4 // groups, axes=(1, 2))
-    return x, y, concept
+    for turn in range(1, TURNS):
+        rows = np.flatnonzero(quarters == turn)
+        x[rows] = np.rot90(x[rows], turn, axes=(1, 2))
+    return x
 
 
 def permute_labels(

@@ -109,25 +109,26 @@ def federate(
     owner = holdings.owner
     check_names(pool, holdings)
     clients = int(owner.max()) + 1 if clients is None else clients
-    if owner.min() < 0 or owner.max() >= clients:
+    if owner.max() >= clients:
         raise InputError(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
     check_turned(holdings, concept, on_host)
+    groups = known_groups(holdings, clients)
     if on_host:
-        return federate_on_host(pool, holdings, concept, clients)
+        return federate_on_host(pool, holdings, groups)
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
     if holdings.code is not None and holdings.label_maps is not None:
         turns, y = holdings.code % TURNS, holdings.label_maps[holdings.code // TURNS, y]
-    groups, time = known_groups(holdings, clients), find_times(pool, holdings)
     stored, number = np.unique(rows, return_inverse=True)
     if concept is not None:
         x, y, groups = concept(to_float32(pool.x[rows]), y, owner, clients, pool.num_classes)
     elif stored.size < len(rows):
-        x, sample = pool.x[stored], jnp.asarray(number, jnp.int32)
+        x, sample = pool.x[stored], number
     else:
         x = pool.x[rows]
     train, test, validation = build_views(holdings, clients)
+    staged = concept is None and holdings.concept is not None and holdings.concept.ndim > 1
     return FederatedData(
         x=jnp.asarray(to_float32(x)),
         y=jnp.asarray(y, pool.y.dtype),
@@ -135,18 +136,31 @@ def federate(
         train=train,
         test=test,
         concept=jnp.asarray(groups, jnp.int32),
-        concepts=None if concept else stage_groups(holdings),
+        concepts=_to_device(holdings.concept if staged else None),
         validation=validation,
         shifted=jnp.zeros(clients, bool),
-        num_classes=pool.num_classes,
         max_client_samples=int(train.size.max()),
-        sample=sample,
-        turns=None if turns is None else jnp.asarray(turns, jnp.int32),
-        time=None if time is None else jnp.asarray(time, jnp.int32),
-        client_names=known_names(holdings),
+        sample=_to_device(sample),
+        turns=_to_device(turns),
+        time=_to_device(find_times(pool, holdings)),
         exact=keep_exact(x),
-        **describe_source(pool),
+        **describe_source(pool, holdings),
     )
+
+
+def describe_source(pool: Pool, holdings: Partition) -> dict[str, Any]:
+    """Returns what a run keeps of the source of its samples, to predict others of it."""
+    return {
+        "num_classes": pool.num_classes,
+        "client_names": holdings.client_names and SourceNames(holdings.client_names),
+        "class_names": pool.class_names,
+        "columns": pool.columns and SourceNames(pool.columns),
+        "pixels": pool.x.dtype == np.uint8,
+    }
+
+
+def _to_device(values: np.ndarray | None) -> jax.Array | None:
+    return None if values is None else jnp.asarray(values, jnp.int32)
 
 
 def keep_exact(x: np.ndarray) -> ExactSamples | None:
@@ -172,7 +186,14 @@ def build_views(
 
 
 def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -> None:
-    """Raises InputError for what a partition that turns its samples cannot have."""
+    """Raises InputError for what data on the host, or a partition that turns its samples, cannot
+    have.
+    """
+    if on_host and concept is not None:
+        raise InputError(
+            "resident=host: a concept edits all samples at once; use concept=none, or"
+            " resident=device"
+        )
     if holdings.code is None:
         return
     if concept is not None:
@@ -203,12 +224,6 @@ def known_groups(holdings: Partition, clients: int) -> np.ndarray:
     return groups if groups.ndim == 1 else np.where((groups == groups[0]).all(0), groups[0], -1)
 
 
-def stage_groups(holdings: Partition) -> jax.Array | None:
-    """Returns the true groups [T, K] int32 of each stage, None where a partition has no stages."""
-    groups = holdings.concept
-    return None if groups is None or groups.ndim == 1 else jnp.asarray(groups, jnp.int32)
-
-
 def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
     """Returns when each holding came into being [N], -1 for those that the server shared;
     None where neither is known.
@@ -218,20 +233,6 @@ def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:
     time = np.zeros(len(pool.y), np.int32) if pool.time is None else pool.time
     shared = False if holdings.shared is None else holdings.shared
     return np.where(shared, -1, time[holdings.sample])
-
-
-def known_names(holdings: Partition) -> SourceNames | None:
-    """Returns the names of the clients, None where the source gives none."""
-    return None if holdings.client_names is None else SourceNames(holdings.client_names)
-
-
-def describe_source(pool: Pool) -> dict[str, Any]:
-    """Returns what a run keeps of the source of its samples, to predict others of it."""
-    return {
-        "class_names": pool.class_names,
-        "columns": None if pool.columns is None else SourceNames(pool.columns),
-        "pixels": pool.x.dtype == np.uint8,
-    }
 
 
 def check_names(pool: Pool, holdings: Partition) -> None:
@@ -246,33 +247,16 @@ def check_names(pool: Pool, holdings: Partition) -> None:
                 )
 
 
-def federate_on_host(
-    pool: Pool, holdings: Partition, concept: Callable | None, clients: int
-) -> FederatedData:
-    """Returns a population whose samples stay on the host. Raises InputError for a concept,
-    which edits all samples at once.
-    """
-    if concept is not None:
-        raise InputError(
-            "resident=host: a concept edits all samples at once; use concept=none, or"
-            " resident=device"
-        )
+def federate_on_host(pool: Pool, holdings: Partition, groups: np.ndarray) -> FederatedData:
+    """Returns a population whose samples stay on the host; `groups` [K] are the true groups."""
     train, test = (
-        build_client_index(holdings.sample[rows], holdings.owner[rows], clients, np)
+        build_client_index(holdings.sample[rows], holdings.owner[rows], len(groups), np)
         for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
     )
-    concept_of = known_groups(holdings, clients)
-    x = to_float32(pool.x)
-    host: Any = {"x": x, "y": pool.y, "owner": None, "shifted": None, "concept": concept_of}
-    return FederatedData(
-        **host,
-        train=train,
-        test=test,
-        num_classes=pool.num_classes,
-        max_client_samples=int(train.size.max()),
-        client_names=known_names(holdings),
-        **describe_source(pool),
-    )
+    x, most = to_float32(pool.x), int(train.size.max())
+    host: Any = {"x": x, "y": pool.y, "owner": None, "shifted": None, "concept": groups}
+    host |= describe_source(pool, holdings)
+    return FederatedData(**host, train=train, test=test, max_client_samples=most)
 
 
 def build_client_index(

@@ -12,7 +12,7 @@ import numpy as np
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import dealing
-from fedjax_cfl.data.concept import ConceptArrays, draw_concepts
+from fedjax_cfl.data.concept import ConceptArrays, draw_concepts, turn_quarters
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
@@ -72,11 +72,7 @@ def graded(
         return x, maps[owner, y].astype(y.dtype), number_rows(maps)
     turns = np.zeros((clients, num_classes), int)
     turns[:, drawn] = rng.randint(0, 4, (clients, level))
-    x, mine = x.copy(), turns[owner, y]
-    for quarters in range(1, 4):
-        rows = np.flatnonzero(mine == quarters)
-        x[rows] = np.rot90(x[rows], quarters, axes=(1, 2))
-    return x, y, number_rows(turns)
+    return turn_quarters(x, turns[owner, y]), y, number_rows(turns)
 
 
 def paint(

@@ -19,9 +19,9 @@ from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.concept import find_part
 from fedjax_cfl.data.drift import Drift, edit_owners
-from fedjax_cfl.data.federated import build_views, check_holdings, federate, known_names
+from fedjax_cfl.data.federated import build_views, check_holdings, federate
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import FederatedData, Key, Partition, Pool
+from fedjax_cfl.types import FederatedData, Key, Partition, Pool, SourceNames
 from fedjax_cfl.validation import PositiveInt, Rule, Seed, checked, whole
 
 __all__ = ["by_stage", "federate_stages", "scheduled"]
@@ -179,7 +179,7 @@ def _fold(data: FederatedData, holdings: Partition, stages: int) -> FederatedDat
         concepts=jnp.asarray(concepts, jnp.int32),
         shifted=jnp.zeros(count, bool),
         max_client_samples=int(train.size.max()),
-        client_names=known_names(holdings),
+        client_names=holdings.client_names and SourceNames(holdings.client_names),
     )
 
 

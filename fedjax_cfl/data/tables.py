@@ -8,7 +8,7 @@ text.
 import os
 import re
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -59,29 +59,31 @@ def read_csv(
                 low_memory=False, **cells,
             )  # fmt: skip
 
-    expected = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
-    files = list_files(path, "csv")
-    frames = []
-    for file in files:
-        check_text(file)
-        with report_damage(file, f"{expected}{OTHERS}"):
-            frames.append(read(file))
-    return join_files(str(path), files, frames)
+    signs = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
+    return _read_each(path, "csv", signs, read)
 
 
 def read_jsonl(path: str | Path) -> Table:
     """Reads a file with a JSON object in each line, or all of a folder."""
     import pandas as pd
 
-    files = list_files(path, "jsonl|json|ndjson")
-    frames = []
+    def read(file: str) -> "pd.DataFrame":
+        frame = pd.read_json(file, lines=True, dtype=False, convert_axes=False, precise_float=True)
+        return frame.set_axis(clean_columns(file, list(frame.columns)), axis=1)
+
+    objects = "a JSON object in each line, with the same names"
+    return _read_each(path, "jsonl|json|ndjson", objects, read)
+
+
+def _read_each(
+    path: str | Path, endings: str, expected: str, read: Callable[[str], "pd.DataFrame"]
+) -> Table:
+    """Reads a text file, or all of a folder."""
+    files, frames = list_files(path, endings), []
     for file in files:
         check_text(file)
-        with report_damage(file, f"a JSON object in each line, with the same names{OTHERS}"):
-            frame = pd.read_json(
-                file, lines=True, dtype=False, convert_axes=False, precise_float=True
-            )
-            frames.append(frame.set_axis(clean_columns(file, list(frame.columns)), axis=1))
+        with report_damage(file, f"{expected}{OTHERS}"):
+            frames.append(read(file))
     return join_files(str(path), files, frames)
 
 
@@ -90,23 +92,20 @@ def read_parquet(path: str | Path) -> Table:
     from pyarrow import dataset, unify_schemas
 
     files = list_files(path, "parquet")
-    for file in files:
-        if "://" not in file:
-            check_file(file, b"PAR1")
-    options = dataset.ParquetFragmentScanOptions(page_checksum_verification=True)
+    alone = not files[1:]
+    if alone and "://" not in files[0]:
+        check_file(files[0], b"PAR1")
     with report_damage(
-        str(path) if files[1:] else files[0], f"complete Parquet files, alike in columns{OTHERS}"
+        files[0] if alone else str(path), f"complete Parquet files, alike in columns{OTHERS}"
     ):
         found = dataset.dataset(
-            files[0] if not files[1:] and "://" in files[0] else files,
-            format=dataset.ParquetFileFormat(default_fragment_scan_options=options),
+            files[0] if alone else files,
+            format="parquet",
             partitioning=dataset.partitioning(flavor="hive"),
             partition_base_dir=os.path.expanduser(path),
         )
         parts = list(found.get_fragments())
         schemas = [found.schema, *(part.physical_schema for part in parts)]
-        for part, schema in zip(files, schemas[1:], strict=True):
-            clean_columns(part, schema.names)
         # columns of all files, each of a type that holds those of every file
         schema = unify_schemas(schemas, promote_options="permissive")
         frame = found.replace_schema(schema.remove_metadata()).to_table().to_pandas()

@@ -4,7 +4,7 @@ import io
 import logging
 import warnings
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from typing_extensions import TypeAliasType
@@ -16,7 +16,6 @@ from fedjax_cfl.validation import Rule, whole
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 # no others: for some Pillow starts programs
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP")
-MOST_BYTES = 2**33  # of all images, unpacked
 GREY = ("1", "L", "LA", "La")
 
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what matters is raised as well
@@ -48,11 +47,12 @@ def stack_images(
     Raises InputError for an image that cannot be read, and for images of different sizes or both
     grey and coloured.
     """
-    x, first = np.empty((0, 0, 0, 0), np.uint8), ""
+    x: Any = np.empty(0)
+    first = ""
     for i, (name, content) in enumerate(files):
         image = read_image(name, content, size, mode, filter)
         if not i:
-            x, first = _make_room(path, count, image), name
+            x, first = np.empty((count, *image.shape), image.dtype), name
         if image.shape != x.shape[1:]:
             raise InputError(
                 f"{path}: images have different sizes or colours ({first} {x.shape[1:]}, {name}"
@@ -60,22 +60,9 @@ def stack_images(
                 " or mode=grey"
             )
         if image.dtype != x.dtype and x.dtype == np.uint8:
-            _make_room(path, count, image)
             x = x.astype(np.float32) / 255
         x[i] = image if image.dtype == x.dtype else image.astype(np.float32) / 255
     return x
-
-
-def _make_room(path: str, count: int, image: np.ndarray) -> np.ndarray:
-    """Returns room for `count` images such as one. Raises InputError where it is too much."""
-    need = count * image.nbytes
-    if need > MOST_BYTES:
-        raise InputError(
-            f"{path}: {count} images as {image.shape[0]}x{image.shape[1]} take {need} bytes,"
-            f" expected at most {MOST_BYTES}: set size=[HEIGHT,WIDTH], or store x.npy for"
-            " dataset=npy, which stays on the disk"
-        )
-    return np.empty((count, *image.shape), image.dtype)
 
 
 def read_image(

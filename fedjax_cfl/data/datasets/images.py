@@ -11,6 +11,7 @@ from fedjax_cfl.data.datasets.download import (
     list_wanted,
     locate,
     missing_data_error,
+    require,
 )
 from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
@@ -167,9 +168,7 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     test.bin, and {fine,coarse}_label_names.txt, from which classes have names, if it is there.
     They are downloaded by `fedjax-cfl download cifar100` alone.
     """
-    paths = locate(*CIFAR_100)
-    if paths is None:
-        raise missing_data_error("cifar100", *CIFAR_100)
+    paths = require("cifar100", *CIFAR_100)
     records = [_records(path, labels=2) for path in paths]
     column, classes = (1, 100) if labels == "fine" else (0, 20)
     pool = Pool(

@@ -176,29 +176,24 @@ def read_npz(
     """
     required = tuple(required)
     check_file(path, b"PK\3\4")
+    expected = f"one as numpy.savez writes it, with {', '.join(required)}"
     if not zipfile.is_zipfile(path):
-        raise InputError(
-            f"{path}: file is not a complete npz archive, expected one as numpy.savez writes it,"
-            f" with {', '.join(required)}"
-        )
-    with (
-        report_damage(path, f"an npz archive with {', '.join(required)}"),
-        np.load(path, allow_pickle=False) as archive,
-    ):
-        for name in required:
-            if name not in archive.files:
-                raise InputError(
-                    f"{path}: array {name!r} is missing, expected {', '.join(required)}; found"
-                    f" {list_names(archive.files) or 'none'}: store them so, by numpy.savez"
-                )
-        arrays = {}
-        for name in (*required, *optional):
-            if name in archive.files:
-                with report_damage(path, PLAIN, f"array {name!r}"):
-                    arrays[name] = archive[name]
-                    if not isinstance(arrays[name], np.ndarray):  # bytes of some other file
-                        raise ValueError("it is no array")
-        return arrays
+        raise InputError(f"{path}: file is not a complete npz archive, expected {expected}")
+    arrays = {}
+    with report_damage(path, expected), np.load(path, allow_pickle=False) as archive:
+        found = archive.files
+        for name in [name for name in (*required, *optional) if name in found]:
+            with report_damage(path, PLAIN, f"array {name!r}"):
+                arrays[name] = archive[name]
+                if isinstance(arrays[name], bytes):
+                    raise ValueError("it is no array")
+    for name in required:
+        if name not in arrays:
+            raise InputError(
+                f"{path}: array {name!r} is missing, expected {', '.join(required)}; found"
+                f" {list_names(found) or 'none'}: store them so, by numpy.savez"
+            )
+    return arrays
 
 
 def read_hdf5(path: PathLike, names: Iterable[str]) -> dict[str, np.ndarray]:
