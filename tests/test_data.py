@@ -114,17 +114,10 @@ def test_a_whole_composition():
 
 def test_describe_and_clients():
     made = toy([0, 0, 0, 2, 2, 4], [False, False, True, False, True, True])
-    assert federation.describe(made) == {
-        "clients": 5,
-        "classes": C,
-        "train_samples": 3,
-        "test_samples": 3,
-        "min_train": 0,
-        "median_train": 0.0,
-        "max_train": 2,
-        "clients_without_train": 3,
-        "clients_without_test": 2,
-    }
+    assert federation.format_description(made) == (
+        f"5 clients, {C} classes, 3 train and 3 test samples, 0 to 2 train samples a client"
+        " (median 0), 3 clients without train samples, 2 clients without test samples"
+    )
     assert toy([0, 1], [False, False], clients=9).num_clients == 9
     with pytest.raises(InputError, match="owners are 0"):
         toy([0, 3], [False, False], clients=3)

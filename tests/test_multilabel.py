@@ -314,9 +314,9 @@ def test_files_of_labels(tmp_path):
     np.testing.assert_array_equal(one.y, own["y"][:, 1:2])
     said = one_line("are several columns, expected one", csv, tmp_path / "a.csv", y=labels)
     assert "task=multilabel, in Python num_classes=0" in said
-    one_line("y[1]=wett is not there", csv, tmp_path / "a.csv", y=["warm", "wett"], num_classes=0)
+    one_line("y=wett is not there", csv, tmp_path / "a.csv", y=["warm", "wett"], num_classes=0)
     twice = {"y": ["wet", "who"], "client": "who", "num_classes": 0}
-    one_line("column who is client, y[1]", csv, tmp_path / "a.csv", **twice)
+    one_line("column who is y, client", csv, tmp_path / "a.csv", **twice)
 
 
 @pytest.mark.nightly

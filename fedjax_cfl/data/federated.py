@@ -335,43 +335,21 @@ def to_shares(counts: jax.Array) -> jax.Array:
     return counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1)
 
 
-def describe(data: FederatedData) -> dict[str, float]:
-    """Returns the numbers that a report prints: clients, classes, samples of all clients (train,
-    test) and the sizes of the training sets.
+def format_description(data: FederatedData) -> str:
+    """Returns how many clients, classes and samples there are, in words, and the sizes of the
+    training sets; clients without samples are mentioned where there are any.
     """
     train, test = np.asarray(data.train.size), np.asarray(data.test.size)
-    return {
-        "clients": data.num_clients,
-        "classes": data.num_classes,
-        "train_samples": int(train.sum()),
-        "test_samples": int(test.sum()),
-        "min_train": int(train.min()),
-        "median_train": float(np.median(train)),
-        "max_train": int(train.max()),
-        "clients_without_train": int((train == 0).sum()),
-        "clients_without_test": int((test == 0).sum()),
-    }
-
-
-def format_description(data: FederatedData) -> str:
-    """Returns the same numbers in words; clients without samples are mentioned where
-    there are any.
-    """
-    n = describe(data)
     without = [
-        f"{n[f'clients_without_{side}']:,} client{'s' * (n[f'clients_without_{side}'] != 1)}"
-        f" without {side} samples"
-        for side in ("train", "test")
-        if n[f"clients_without_{side}"]
+        f"{count:,} client{'s' * (count != 1)} without {side} samples"
+        for side, sizes in (("train", train), ("test", test))
+        if (count := int((sizes == 0).sum()))
     ]
     parts = [
-        f"{n['clients']:,} clients",
+        f"{data.num_clients:,} clients",
         kind_of(data).describe(data),
-        f"{n['train_samples']:,} train and {n['test_samples']:,} test samples",
-        (
-            f"{n['min_train']:,} to {n['max_train']:,} train samples a client (median"
-            f" {n['median_train']:g})"
-        ),
+        f"{train.sum():,} train and {test.sum():,} test samples",
+        f"{train.min():,} to {train.max():,} train samples a client (median {np.median(train):g})",
         *without,
         *([] if data.concepts is None else [f"in {len(data.concepts)} stages"]),
     ]

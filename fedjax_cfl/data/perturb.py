@@ -3,6 +3,8 @@ section 3.3): clients that report false label counts, and samples that the serve
 shares with all clients, so that they differ less.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -75,22 +77,19 @@ def share_samples(
 
 
 def _give_to_all(holdings: Partition, given: np.ndarray) -> Partition:
+    """Returns holdings with a copy of those `given` for each client."""
     clients = int(holdings.owner.max()) + 1
-    copies = np.tile(given, clients)
+    copies, mine = np.tile(given, clients), np.repeat(np.arange(clients), given.size)
+    no = np.zeros(copies.size, bool)
 
-    def extend(array: np.ndarray) -> np.ndarray:
-        return np.concatenate([array, array[copies]])
-
-    def none_of(mask: np.ndarray) -> np.ndarray:
-        return np.concatenate([mask, np.zeros(copies.size, bool)])
+    def extend(array: Any, more: np.ndarray) -> Any:
+        return None if array is None else np.concatenate([array, more], dtype=array.dtype)
 
     return holdings._replace(
-        sample=extend(holdings.sample),
-        owner=np.concatenate(
-            [holdings.owner, np.repeat(np.arange(clients), given.size)], dtype=holdings.owner.dtype
-        ),
-        test=none_of(holdings.test),
-        code=None if holdings.code is None else extend(holdings.code),
-        validation=None if (apart := holdings.validation) is None else none_of(apart),
-        shared=np.concatenate([np.zeros(holdings.owner.size, bool), np.ones(copies.size, bool)]),
+        sample=extend(holdings.sample, holdings.sample[copies]),
+        owner=extend(holdings.owner, mine),
+        test=extend(holdings.test, no),
+        code=None if holdings.code is None else extend(holdings.code, holdings.code[copies]),
+        validation=extend(holdings.validation, no),
+        shared=extend(np.zeros(holdings.owner.size, bool), ~no),
     )

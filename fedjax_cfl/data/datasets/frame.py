@@ -14,7 +14,7 @@ import pandas as pd
 from fedjax_cfl.data.datasets import frame_cells as cells
 from fedjax_cfl.data.datasets.files import build_pool, number_clients
 from fedjax_cfl.data.datasets.image_files import Mode
-from fedjax_cfl.data.datasets.pool import number_names
+from fedjax_cfl.data.datasets.pool import NUMBER, number_names
 from fedjax_cfl.data.datasets.readers import list_names, shorten
 from fedjax_cfl.data.tables import OTHERS, Table, clean_columns
 from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
@@ -218,7 +218,7 @@ def _list(names: Sequence[str] | str | None) -> list[str]:
 def describe_columns(name: str, there: list[str]) -> str:
     """Returns the rest of a message about a column that is not there."""
     hint = f": is it the delimiter?{OTHERS}" if len(there) == 1 else suggest_nearest(name, there)
-    if not hint and any(re.fullmatch(r"[-+]?\d+(\.\d*)?(e[-+]?\d+)?", other) for other in there):
+    if not hint and any(map(NUMBER.fullmatch, there)):
         hint = ": has the file no line of names?"
     return f", expected one of {list_names(there)}{hint}"
 
