@@ -145,10 +145,10 @@ NPZ = {
     "split of 2": (packed(split=Y), "split is '2' in sample 2, expected train"),
 }  # fmt: skip
 LEAF = {
-    "10,000 brackets": (b"[" * 10_000 + b"]" * 10_000, "not JSON"),
-    "invalid UTF-8": (b'{"users": ["\xff\xfe\xfa"]}', "not JSON"),
+    "10,000 brackets": (b"[" * 10_000 + b"]" * 10_000, "expected JSON, "),
+    "invalid UTF-8": (b'{"users": ["\xff\xfe\xfa"]}', "expected JSON, "),
     "a key twice": ('{"users": [], "users": []}', "'users' is there twice"),
-    "cut": ('{"users": ["a"', "not JSON"),
+    "cut": ('{"users": ["a"', "expected JSON, "),
     "gzip cut": (gzip.compress(b'{"users": []}')[:-4], "gzip"),
     "a bomb": (gzip.compress(bytes(2**26)), "holds more than 33554432 bytes"),
 }

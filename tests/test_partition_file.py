@@ -81,7 +81,7 @@ def test_without_a_split_each_client_tests_on_a_share(tmp_path):
         ('{"train": 3, "test": 3}', "holds a int, expected an object of lists"),
         ("{}", "has no samples"),
         ("[[], []]", "has no samples"),
-        ("[[1", "file is not JSON"),
+        ("[[1", "expected JSON, an object"),
         ({"client": np.zeros((2, 2))}, "client has shape (2, 2)"),
         ({"client": np.zeros(3)}, "client has shape (3,), expected (12,)"),
         ({"client": np.zeros(2), "sample": np.array([0.5, 1])}, "sample has shape (2,) and dtype"),

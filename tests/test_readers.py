@@ -88,8 +88,8 @@ GOOD = leaf(a=([[1, 2]], [0]), b=([[3, 4]], [1]))
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "not JSON"),
-        ("[" * 100_000, "not JSON"),
+        ("", "expected JSON, "),
+        ("[" * 100_000, "expected JSON, "),
         ("[]", "'user_data' is missing"),
         ({"users": [], "num_samples": []}, "'user_data' is missing"),
         (leaf(a=([[1, 2]], [0, 1])), "user 'a' has 1 of x and 2 of y, expected as many"),

@@ -321,7 +321,7 @@ def changed(entry="x", place=0, value=None):
 
 
 SHARDS = {
-    "no JSON": ("{", "not JSON"),
+    "no JSON": ("{", "expected JSON, "),
     "no users": (leaf({}), "no user has more than 0 tweets"),
     "no data": (leaf({"a": 2}, user_data={}), "no user has more than 0 tweets"),
     "x is text": (

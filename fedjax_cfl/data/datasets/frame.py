@@ -49,9 +49,9 @@ class Source(NamedTuple):
     mode: Mode = "auto"
 
 
-def describe(given: dict[str, Any]) -> Source:
+def describe(arguments: dict[str, Any]) -> Source:
     """Returns what the arguments of `table.csv` and its kin say of columns and cells."""
-    return Source(**{name: given[name] for name in Source._fields if name in given})
+    return Source(**{name: arguments[name] for name in Source._fields if name in arguments})
 
 
 def to_table(table: Any, name: str) -> Table:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from fedjax_cfl.data.datasets.pool import COUNTED, check_pool
-from fedjax_cfl.data.datasets.readers import PathLike, line_of, list_folder, read_unpacked, shorten
+from fedjax_cfl.data.datasets.readers import PathLike, read_unpacked, report_damage, shorten
+from fedjax_cfl.data.tables import list_files
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, checked
@@ -84,8 +85,8 @@ def read_users(
     user, user_data)` gives (x, y).
     """
     data: dict[str, tuple[Any, Any, Path]] = {}
-    for path in [shard for folder in folders for shard in _shards(Path(folder))]:
-        shard = read_json(path, "LEAF JSON")
+    for path in [Path(shard) for folder in folders for shard in list_files(folder, "json")]:
+        shard = read_json(path, "as LEAF's")
         if not isinstance(shard, dict) or not isinstance(shard.get("user_data"), dict):
             raise InputError(
                 f"{path}: key 'user_data' is missing or no dict, expected users, num_samples and"
@@ -101,27 +102,11 @@ def read_users(
     return data
 
 
-def _shards(path: Path) -> list[Path]:
-    if not os.path.isdir(path):  # unlike Path.is_dir it raises nothing
-        return [path]
-    names = list_folder(path, "a readable folder of LEAF shards")
-    shards = [path / name for name in names if name.endswith((".json", ".json.gz"))]
-    if not shards:
-        raise InputError(f"{path}: folder holds no *.json or *.json.gz, expected LEAF shards")
-    return shards
-
-
-def read_json(path: Path, expected: str) -> Any:
+def read_json(path: str | Path, expected: str) -> Any:
     """Returns what a JSON file holds; objects with a repeated key are refused."""
-    try:
-        return json.loads(read_unpacked(path), object_pairs_hook=_reject_duplicate_keys)
-    except InputError:
-        raise
-    except (ValueError, RecursionError) as error:
-        # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise InputError(
-            f"{path}: file is not JSON ({line_of(error)}), expected {expected}"
-        ) from error
+    content = read_unpacked(path)
+    with report_damage(path, f"JSON, {expected}"):
+        return json.loads(content, object_pairs_hook=_reject_duplicate_keys)
 
 
 def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
