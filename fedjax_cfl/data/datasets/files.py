@@ -56,7 +56,8 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
     would refuse, and for an x of another type, which could not stay on the disk.
     """
     folder = Path(os.path.expanduser(path))
-    names = readers.list_folder(folder, "a folder with x.npy and y.npy")
+    with readers.report_damage(folder, "a folder with x.npy and y.npy", "folder"):
+        names = sorted(os.listdir(folder))
     if not {"x.npy", "y.npy"} <= set(names):
         raise InputError(
             f"{folder}: has no x.npy or no y.npy, expected both; found"

@@ -131,12 +131,6 @@ def report_damage(path: PathLike, expected: str, what: str = "file") -> Iterator
         ) from error
 
 
-def list_folder(path: Path, expected: str = "a readable folder") -> list[str]:
-    """Returns the names in a folder, sorted. Raises InputError where it cannot be read."""
-    with report_damage(path, expected, "folder"):
-        return sorted(os.listdir(path))
-
-
 def read_files(paths: Iterable[Path]) -> Iterator[tuple[str, bytes]]:
     """Yields (name, content) of files, one after another."""
     for path in paths:
