@@ -55,10 +55,9 @@ def read_profiles(path: str, num_clients: int) -> Profiles:
         table = read(path, y=None, x=list(COLUMNS)).x.astype(np.float64)
     except InputError as error:
         raise InputError(f"{field}: {error}") from None
-    if len(bad := np.argwhere(table <= 0)):
-        row, column = bad[0].tolist()
-        wrong = f"column {COLUMNS[column]} is {table[row, column]:g} in row {row + 1}"
-        raise InputError(f"{field}: {wrong}, expected numbers > 0")
+    for row, column in np.argwhere(table <= 0).tolist():  # the first one is said
+        wrong = f"{COLUMNS[column]} is {table[row, column]:g} in row {row + 1}, expected > 0"
+        raise InputError(f"{field}: {wrong}")
     computation, communication = table[(np.arange(num_clients) + 1) % len(table)].T
     return Profiles(computation / 1000, communication * KBIT)
 
