@@ -41,7 +41,7 @@ class Comparison(NamedTuple):
     differences: "DataFrame"  # a row per pair of sets and measure, over the seeds that both have
     # a row per cell of the table of one setting by another; None: not asked for
     pivot: "DataFrame | None"
-    figure: "Figure"  # accuracy against rounds and communication
+    figure: "Figure"  # accuracy against rounds and other costs
 
 
 class Report(NamedTuple):
@@ -50,7 +50,7 @@ class Report(NamedTuple):
     page: Path | None  # where the page was written, None: nowhere
     results: "DataFrame"  # `Comparison.table`
     differences: "DataFrame"  # `Comparison.differences`
-    figures: dict[str, "Figure"]  # by name: costs, and of each run, as 0-curves and 0-alluvial
+    figures: dict[str, "Figure"]  # by name: costs, and of each run, as ifca-seed-0-curves
 
 
 @overload
@@ -201,7 +201,7 @@ def compare(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best",
+    measure: str = "final",
 ) -> Comparison:
     """Compares finished runs, as `fedjax-cfl compare` does; prints nothing but notes.
 
@@ -219,7 +219,7 @@ def compare(
             command.compare(paths, out, *asked)
     runs, table = command.compare_runs(paths, *asked)
     found = sets.list_measures(runs), statistics.list_differences(runs)
-    return Comparison(*found, table, plot_costs.draw_comparison(runs))
+    return Comparison(*found, table, plot_costs.draw_costs(runs))
 
 
 def report(

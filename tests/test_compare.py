@@ -6,6 +6,7 @@ import csv
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from fedjax_cfl.analysis import compare, pivot, plot, runs, sets
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.analysis.sets import compare_to_baseline, read_sets, time_to_keep
 from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, list_differences
-from fedjax_cfl.analysis.tables import format_mean
+from fedjax_cfl.analysis.tables import MEASURES, format_mean
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
@@ -118,7 +119,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
 def test_names_are_drawn_as_they_are(tmp_path):
     run = run_of(tmp_path / "run", SUMMARY | {"algorithm": r"$\frac$ | _[red]"}, None)
     (run / ".hydra").mkdir()
-    assert list(compare.compare([run])["label"]) == [r"$\frac$ | _[red]"]
+    assert list(compare.compare([run], ".")["label"]) == [r"$\frac$ | _[red]"]
     plot.plot_curves(run)
     assert (run / "curves.png").is_file()
     names = {"compare.csv", "compare.md", "compare.pdf", "compare.png", "compare.svg"}
@@ -179,14 +180,14 @@ def test_a_best_says_over_how_many_tests_and_is_given_over_the_same(tmp_path, ca
     run_with(tmp_path / "a", [], [0.9, 0.2, 0.5, 0.4])
     run_with(tmp_path / "i", [], [None, None, 0.3, 0.6], algorithm="ifca")
     run_with(tmp_path / "f", [], [0.7], dataset="mnist")  # other data: not in the same window
-    found = compare.compare([tmp_path]).set_index("label")
+    found = compare.compare([tmp_path], ".").set_index("label")
     avg, ifca = found.loc["fedavg digits"], found.loc["ifca digits"]
     assert avg["best_accuracy_mean"] == 0.9 and avg["shared_best_accuracy_mean"] == 0.5
     assert avg["evaluations_mean"] == 4 and ifca["evaluations_mean"] == 2
     assert ifca["shared_best_accuracy_mean"] == 0.6 and ifca["shared_evaluations_mean"] == 2
     assert found.loc["fedavg mnist", "shared_best_accuracy_mean"] == 0.7
     assert "shared" in capsys.readouterr().out and "shared tests" in Path("compare.md").read_text()
-    compare.compare([tmp_path / "a"])  # one run: nothing to share
+    compare.compare([tmp_path / "a"], ".")  # one run: nothing to share
     assert "shared" not in Path("compare.md").read_text()
 
 
@@ -204,7 +205,7 @@ def test_labels_name_what_ran(tmp_path):
     run_with(tmp_path / "0", own, algorithm="ifca", model="mclr")
     run_with(tmp_path / "1", [], algorithm="ifca", model="mclr")
     labels = list(compare.compare([tmp_path])["label"])
-    assert labels == ["ifca mclr", "mine.method my_file.MyModel"]
+    assert labels == ["mine.method my_file.MyModel", "ifca mclr"]
 
 
 def test_a_data_set_goes_by_the_name_that_it_was_given(tmp_path):
@@ -219,8 +220,8 @@ def test_a_data_set_goes_by_the_name_that_it_was_given(tmp_path):
     found, _ = compare.compare_runs([tmp_path])
     assert list(found["label"]) == [
         "fedavg houses",
-        "fedavg sensors",
         "ifca houses",
+        "fedavg sensors",
         "ifca sensors",
     ]
     assert {*found["method"]} == {"fedavg", "ifca"}
@@ -250,27 +251,72 @@ def swept(tmp_path):
     return tmp_path / "sweep"
 
 
-def test_a_pivot_has_the_best_of_each_column_and_what_seeds_cannot_tell_from_it(swept, tmp_path):
-    rows = "algorithm+algorithm.m"
-    compare.main([str(swept), "--out", str(tmp_path), "--pivot", rows, "dataset"])
-    with (tmp_path / "pivot.csv").open() as file:
-        cells = {(line["row"], line["column"]): line for line in csv.DictReader(file)}
+def read_pivot(folder):
+    with (folder / "pivot.csv").open() as file:
+        return {(line["row"], line["column"]): line for line in csv.DictReader(file)}
+
+
+def test_a_pivot_names_the_best_of_each_column_and_its_files_say_the_same(swept, tmp_path, capsys):
+    asked = [str(swept), "--out", str(tmp_path), "--pivot", "algorithm+algorithm.m", "dataset"]
+    compare.main(asked)
+    cells = read_pivot(tmp_path)
     ranks = {place: cell["rank"] for place, cell in cells.items()}
-    # both means are 0.6: neither is better; of mnist the interval leaves out 0
+    # of three seeds the exact test cannot tell anything: the best mean alone is marked
     assert ranks == {
-        ("fedavg", "digits"): "best",
-        ("ifca, m=2", "digits"): "best",
-        ("ifca, m=3", "digits"): "plain",
-        ("fedavg", "mnist"): "plain",
-        ("ifca, m=2", "mnist"): "best",
+        ("FedAvg", "digits"): "first",
+        ("FedAvg", "MNIST"): "plain",
+        ("IFCA, m=2", "digits"): "plain",
+        ("IFCA, m=2", "MNIST"): "first",
+        ("IFCA, m=3", "digits"): "plain",
     }
-    cell = cells["ifca, m=3", "digits"]
+    cell = cells["IFCA, m=3", "digits"]
     np.testing.assert_allclose([float(cell["mean"]), float(cell["sd"])], [0.2, 0.1])
-    latex = (tmp_path / "pivot.tex").read_text().splitlines()
-    assert latex[1:3] == [r"\begin{tabular}{lrr}", r"\toprule"]
-    assert r"ifca, m=2 & \textbf{60.00 $\pm$ 10.00} & \textbf{92.00 $\pm$ 1.00} \\" in latex
-    assert r"ifca, m=3 & 20.00 $\pm$ 10.00 & - \\" in latex
-    assert "| ifca, m=3 | 20.00 ± 10.00 | - |" in (tmp_path / "pivot.md").read_text()
+    latex = (tmp_path / "pivot.tex").read_text()
+    for line in (
+        r"\begin{table}[t]",
+        r"\label{tab:final-accuracy}",
+        r"\begin{tabular}{lrr}",
+        r" & digits & MNIST \\",
+        r"IFCA, m=2 & 60.00 $\pm$ 10.00 & 92.00 $\pm$ 1.00 \\",
+        r"IFCA, m=3 & 20.00 $\pm$ 10.00 & - \\",
+        r"\end{table}",
+    ):
+        assert f"\n{line}\n" in latex
+    assert (
+        r"\caption{Test accuracy in \%, final: mean $\pm$ sample sd over 3 seeds. Nothing is"
+        in latex
+    )
+    assert "which takes 7 seeds or more" in latex and latex.count("{") == latex.count("}")
+    text = (tmp_path / "pivot.md").read_text()
+    assert "| IFCA, m=3 | 20.00 ± 10.00 | - |" in text and "**" not in text
+    for (row, column), cell in cells.items():  # printed cells are those of the CSV
+        printed = f"{100 * float(cell['mean']):.2f} ± {100 * float(cell['sd']):.2f}"
+        (line,) = [line for line in text.splitlines() if line.startswith(f"| {row} |")]
+        assert line.split(" | ")[["digits", "MNIST"].index(column) + 1].strip(" |") == printed
+    compare.main([*asked, "--transpose", "--decimals", "1"])
+    assert "| MNIST | 90.0 ± 0.0 | 92.0 ± 1.0 | - |" in (tmp_path / "pivot.md").read_text()
+    assert "best mean of a row differs" in (tmp_path / "pivot.tex").read_text()
+    assert "note:" not in capsys.readouterr().out
+    with pytest.raises(InputError, match="--decimals 9: between 0 and 6"):
+        compare.main([*asked, "--decimals", "9"])
+
+
+def test_bold_is_what_an_exact_test_of_six_seeds_says(tmp_path):
+    for method, base in (("fedavg", 0.5), ("ifca", 0.52), ("fesem", 0.1)):
+        for seed in range(8):
+            named = {"algorithm": method, "seed": seed, "data_id": "a"}
+            run_with(tmp_path / f"{method}{seed}", [], [base + seed / 100], **named)
+    places = {method: (method, "digits") for method in ("fedavg", "ifca", "fesem")}
+    for seeds, rank in ((8, "best"), (6, "first")):  # two comparisons: of six seeds p is 0.0625
+        found = read_sets([tmp_path / f"{m}{seed}" for m in places for seed in range(seeds)])
+        table = pivot.fill_cells(found, places, "final").set_index("row")
+        assert table["rank"].to_dict() == {"fedavg": "plain", "ifca": rank, "fesem": "plain"}
+        lines = pivot.lay_out(table.reset_index(), str, "**{}**")
+        assert any("**" in cell for line in lines for cell in line) == (rank == "best")
+    named = {"algorithm": "ifca", "seed": 3, "data_id": "a"}
+    run_with(tmp_path / "ifca3", [], [0.5], **named)  # behind fedavg in one seed of eight: p 0.07
+    found = read_sets([tmp_path / f"{m}{seed}" for m in places for seed in range(8)])
+    assert "best" not in set(pivot.fill_cells(found, places, "final")["rank"])
 
 
 def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
@@ -281,53 +327,94 @@ def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
         run_of(tmp_path / f"numbers{number}", named, json.dumps(rows[0]) + "\n")
     compare.main([str(tmp_path), "--out", "by-data", "--pivot", "algorithm", "dataset"])
     text = Path("by-data/pivot.md").read_text()
-    assert text.startswith("|  | digits, best % | houses, best RMSE |\n")
-    assert "| fedavg | 50.00 | 3 |\n| ifca | **75.00** | **2** |" in text
-    assert "best % and best RMSE, mean ±" in text
-    asked = ["--pivot", "dataset", "algorithm", "--measure", "final"]
+    assert text.startswith("|  | digits, final % | houses, final RMSE |\n")
+    assert "| FedAvg | 50.00 | 3 |\n| IFCA | 75.00 | 2 |" in text
+    ranks = {place: cell["rank"] for place, cell in read_pivot(Path("by-data")).items()}
+    assert ranks["IFCA", "houses"] == "first"
+    asked = ["--pivot", "dataset", "algorithm", "--measure", "best"]
     compare.main([str(tmp_path), "--out", "by-method", *asked])
     text = Path("by-method/pivot.md").read_text()  # the columns mix scores: none is the best
-    assert "| digits, final % | 50.00 | 75.00 |\n| houses, final RMSE | 3 | 2 |" in text
+    assert "| digits, best over tests % | 50.00 | 75.00 |" in text
+    assert "| houses, best over tests RMSE | 3 | 2 |" in text
     compare.main([str(tmp_path / "numbers0"), "--out", "one", "--pivot", "algorithm", "dataset"])
     assert Path("one/pivot.md").read_text().startswith("|  | houses |")
     monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
     page = report([tmp_path], "page.html").read_text()
-    assert " A best accuracy is a maximum, a best RMSE is a minimum over the tests" in page
+    assert " A best accuracy over tests is a maximum, a best RMSE over tests is a minimum" in page
 
 
-def test_ties_are_by_seeds_and_costs_are_best_when_small(swept):
+def test_costs_are_best_when_small(swept):
     found = read_sets([swept / f"{name}{seed}" for name in TWO for seed in range(3)])
     first, second = (found[found["algorithm"] == method].copy() for method in ("ifca", "fedavg"))
-    better = first.assign(best_accuracy=first["best_accuracy"] + 0.01)
-    ranks = pivot.rank_cells({"ifca": better, "fedavg": second}, "best_accuracy")
-    assert ranks == {"ifca": "best", "fedavg": "tied"}
-    assert set(pivot.rank_cells({"ifca": first}, "best_accuracy").values()) == {"plain"}
-    alike = {"a": first.assign(mae=1.44106), "b": second.assign(mae=1.44107)}
-    assert pivot.rank_cells(alike, "mae") == {"a": "best", "b": "tied"}  # both are shown as 1.441
     cheap = {"a": first.assign(units=3.0), "b": second.assign(units=1.0)}
-    assert pivot.rank_cells(cheap, "units") == {"a": "plain", "b": "best"}
+    assert pivot.rank_cells(cheap, "units").to_dict() == {"a": "plain", "b": "first"}
+    assert set(pivot.rank_cells({"ifca": first}, "final_accuracy")) == {"plain"}
+
+
+def test_files_go_where_the_runs_are(swept, tmp_path, monkeypatch, capsys):
+    """And never into another folder that happens to be the current one."""
+    before = {*tmp_path.rglob("*")}
+    compare.main([str(swept / "fedavgdigits0"), str(swept / "ifca2digits0")])
+    assert "wrote compare.csv, compare.md, compare.png" in capsys.readouterr().out
+    names = {path.name for path in {*tmp_path.rglob("*")} - before if path.parent == swept}
+    assert names == {path.name for path in {*tmp_path.rglob("*")} - before}
+    assert {"compare.csv", "differences.csv"} <= names and not list(Path.cwd().iterdir())
+    monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
+    assert report([swept / "ifca2digits0"]) == swept / "ifca2digits0" / "report.html"
+    monkeypatch.chdir(swept)
+    assert runs.common_folder(["fedavgdigits0", swept / "ifca2digits0"]) == Path(".")
+
+
+def test_what_others_were_given_says_its_default(swept):
+    """And sets and rows stand in the order in which the runs were made, 2 before 10."""
+    for number, m in ((2, 5), (10, 4), (11, None)):
+        asked = [f"algorithm.m={m}"] if m else []
+        folder = run_with(swept / "again" / str(number), asked, algorithm="flexcfl")
+        (folder / ".hydra").mkdir()
+        text = f"algorithm: {{m: {m or 3}}}\nmodel: {{module: {{}}}}\n"
+        (folder / ".hydra" / "config.yaml").write_text(text)
+    labels = list(read_sets([swept / "again"])["label"])
+    assert labels == ["flexcfl m=5", "flexcfl m=4", "flexcfl m=3 (default)"]
+
+
+@pytest.mark.parametrize("width", [50, 80, 400])
+def test_a_table_fits_its_terminal_and_is_whole_elsewhere(width, swept, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(width))
+    compare.compare([swept / "fedavgdigits0", swept / "ifca2mnist1"])
+    whole = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    compare.compare([swept / "fedavgdigits0", swept / "ifca2mnist1"])
+    narrow = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    lines = [line for line in narrow.splitlines() if set("┃│━") & {*line}]
+    assert max(map(len, lines)) <= width and "50.00" in narrow and "final %" in narrow
+    assert "…" not in narrow and not any("50.0 " in line for line in lines)
+    assert ("not shown here, but in" in " ".join(narrow.split())) == (width < 400)
+    for heading in ("final %", "best over tests %", "wall s"):
+        assert heading in whole and heading in " ".join(narrow.split())
 
 
 @pytest.mark.parametrize(
-    ("estimate", "measure", "said"),
+    ("estimate", "measure", "text"),
     [
         ((8.04, 0.03252, 3), "best_rmse", "8.040 ± 0.033"),
         ((123.456, 7.0, 3), "mae", "123.5 ± 7.0"),
         ((2.5e-6, 1e-7, 3), "mae", "2.5e-06 ± 1e-07"),
         ((8.04, math.nan, 1), "mae", "8.04 (1/3)"),
         ((0.5, 0.0123, 3), "best_accuracy", "50.00 ± 1.23"),
+        ((0.5, 0.0, 3), "best_accuracy", "50.00 ± 0.00"),
         ((4.0, 0.0, 3), "evaluations", "4"),
+        ((19.8, 0.01, 3), "wall_s", "19.8"),  # runs of one program have one time
         ((math.nan, math.nan, 0), "mae", "-"),
     ],
 )
-def test_a_deviation_has_the_decimals_of_its_mean(estimate, measure, said):
-    assert format_mean(estimate, 3, measure) == said
+def test_a_deviation_has_the_decimals_of_its_mean(estimate, measure, text):
+    assert format_mean(estimate, 3, MEASURES[measure]) == text
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (("algorithm", "dataset"), "two sets of runs share the cell ifca x digits"),
+        (("algorithm", "dataset"), "two sets of runs share the cell IFCA x digits"),
         (("algorithm", "algorithm.k"), "--pivot: no setting algorithm.k, of the columns"),
         (("algorithm", "dataset", "--measure", "nice"), "--measure nice: unknown measure"),
     ],
@@ -380,7 +467,7 @@ def test_hostile_run_directories_are_shown_as_text(tmp_path, capsys):
     run_with(folder, [], algorithm="=cmd()|[red]<img>", dataset="@x")
     (folder.parent / "half\x1b[2J\n").mkdir()
     (folder.parent / "half\x1b[2J\n" / "metrics.jsonl").write_text("")
-    compare.compare([tmp_path])
+    compare.compare([tmp_path], ".")
     out = capsys.readouterr().out
     assert "\x1b" not in out and r"half\x1b[2J\n" in out and "=cmd()|[red]<img>" in out
     assert r"| =cmd()\|[red]&lt;img> |" in Path("compare.md").read_text()

@@ -20,12 +20,13 @@ from fedjax_cfl.analysis.plot import (
     add_legend,
     escape_plot_lines,
     format_percent_axis,
+    line_styles,
     make_palette,
     new_figure,
     save_figure,
     style_axes,
 )
-from fedjax_cfl.analysis.plot_costs import average_runs, draw_band, line_styles
+from fedjax_cfl.analysis.plot_costs import average_runs, draw_band
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.results import compute_measures, read_metrics
 from papers.cells import row_columns, source_rows

@@ -1,9 +1,8 @@
 """Compares finished runs: mean and standard deviation over seeds, as a table, a CSV, a
 Markdown table and a plot.
 
-A best accuracy is a maximum over the tests that count, which are fewer for a clustered
-method: the table says how many they are, and gives the best over the tests that count
-for all runs on the same data.
+The last test is what is compared. A best over tests is a choice on test data, and a maximum over
+the tests that count, which are fewer for a clustered method: it stands behind, and says so.
 """
 
 import argparse
@@ -14,7 +13,8 @@ import pandas as pd
 
 from fedjax_cfl.analysis.pivot import OF_TASK, make_pivot, write_pivot
 from fedjax_cfl.analysis.plot import format_written, save_pictures
-from fedjax_cfl.analysis.plot_costs import draw_comparison
+from fedjax_cfl.analysis.plot_costs import draw_costs
+from fedjax_cfl.analysis.runs import common_folder
 from fedjax_cfl.analysis.sets import list_measures, read_sets, split_sets
 from fedjax_cfl.analysis.statistics import list_differences
 from fedjax_cfl.analysis.tables import (
@@ -29,6 +29,8 @@ from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import write_columns, write_text
 from fedjax_cfl.scores import score_of
 
+SPREAD = "mean ± sample standard deviation over seeds"
+
 
 def compare(
     paths: Iterable[str | Path],
@@ -36,30 +38,38 @@ def compare(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best",
+    measure: str = "final",
+    transpose: bool = False,
+    decimals: int | None = None,
 ) -> pd.DataFrame:
-    """Prints the comparison and writes it into `out`: compare.csv, compare.md, the picture
-    compare.png, .svg and .pdf, and differences.csv where sets share seeds; returns compare.csv, a
-    row per set of runs. The other arguments are those of `compare_runs`.
+    """Prints the comparison and writes it into `out`, None: the folder that the runs have in
+    common: compare.csv, compare.md, the picture compare.png, .svg and .pdf, and differences.csv
+    where sets share seeds; returns compare.csv, a row per set of runs.
+
+    `transpose` exchanges rows and columns of the `pivot`, `decimals` are those of its numbers; the
+    other arguments are those of `compare_runs`.
     """
+    paths = list(paths)
+    if decimals is not None and not 0 <= decimals <= 6:
+        raise InputError(f"--decimals {decimals}: between 0 and 6 is allowed")
     runs, table = compare_runs(paths, target, baseline, pivot, measure)
     measured, differences = list_measures(runs), list_differences(runs)
-    grid, out = format_sets(runs, measured, target), Path(out or ".")
+    grid, out = format_sets(runs, measured, target), Path(out or common_folder(paths))
     try:
         out.mkdir(parents=True, exist_ok=True)
         before = {path.name for path in out.iterdir()}
         marked = [[escape_markup(text) for text in line] for line in grid]
-        print_table("mean ± sample standard deviation over seeds", *marked)
+        print_table(SPREAD, *marked, where=f"in {out / 'compare.csv'}")
         plain = [[escape_markdown(text) for text in line] for line in grid]
         write_columns(out / "compare.csv", list_records(measured))
         write_text(out / "compare.md", format_markdown(*plain))
-        pictures = save_pictures(draw_comparison(runs), out / "compare")
+        pictures = save_pictures(draw_costs(runs), out / "compare")
         written = ["compare.csv", "compare.md", *(path.name for path in pictures)]
         if len(differences):
             write_columns(out / "differences.csv", list_records(differences))
             written.append("differences.csv")
         if table is not None:
-            write_pivot(table, out)
+            write_pivot(table, out, transpose, decimals)
             written += ["pivot.csv", "pivot.md", "pivot.tex"]
     except BrokenPipeError:  # the reader of our output has gone
         raise
@@ -77,7 +87,7 @@ def compare_runs(
     target: float | None = None,
     baseline: str | None = None,
     pivot: tuple[str, str] | None = None,
-    measure: str = "best",
+    measure: str = "final",
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """Returns a row per run, with the name of its set (see `sets`), and the table of one setting by
     another, None: not asked for.
@@ -126,19 +136,16 @@ def format_sets(
     """Returns the lines of the table, the first one its headings; `measured` is `list_measures` of
     the runs.
     """
-    names = {name: heading for name, (heading, _, _) in MEASURES.items()}
-    if target is not None:
+    shown = {name: MEASURES[name] for name in list_shown(runs)}
+    if target is not None and "rounds_to_target" in shown:
         shares = score_of(runs["rows"].iloc[0]).percent
-        said = f"{100 * target:g} %" if shares else f"RMSE {target:g}"
-        names["rounds_to_target"] = f"rounds to {said}"
-    shown = list_shown(runs)
-    lines = [["runs of", "n", *(names[name] for name in shown)]]
+        words = f"rounds to {100 * target:g} %" if shares else f"rounds to RMSE {target:g}"
+        shown["rounds_to_target"] = MEASURES["rounds_to_target"]._replace(heading=words)
+    lines = [["runs of", "n", *(measure.heading for measure in shown.values())]]
     for row in measured.to_dict("records"):
         cells = [
-            format_mean(
-                (row[f"{name}_mean"], row[f"{name}_sd"], row[f"{name}_n"]), row["runs"], name
-            )
-            for name in shown
+            format_mean(tuple(row[f"{n}_{part}"] for part in ("mean", "sd", "n")), row["runs"], m)
+            for n, m in shown.items()
         ]
         lines.append([row["label"], str(row["runs"]), *cells])
     return lines
@@ -161,7 +168,7 @@ def main(argv: list[str]) -> int:
         "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where the files go (default: the current directory)"
+        "--out", metavar="DIR", help="where the files go (default: the folder of all these runs)"
     )
     parser.add_argument(
         "--target",
@@ -180,16 +187,24 @@ def main(argv: list[str]) -> int:
         nargs=2,
         metavar=("ROWS", "COLUMNS"),
         help="also make a table of one setting by another, as algorithm dataset, or"
-        " algorithm+algorithm.m local.lr; in Markdown and LaTeX, the best of each column bold",
+        " algorithm+algorithm.m local.lr; in Markdown and LaTeX, what is the best of its column"
+        " beyond chance in bold",
     )
     parser.add_argument(
         "--measure",
-        default="best",
+        default="final",
         metavar="NAME",
-        help="what --pivot shows (default: best); of each task its own score:"
+        help="what --pivot shows (default: final); of each task its own score:"
         f" {', '.join(OF_TASK)}; or {', '.join(MEASURES)}",
+    )
+    parser.add_argument(
+        "--transpose", action="store_true", help="exchange rows and columns of the --pivot"
+    )
+    parser.add_argument(
+        "--decimals", type=int, metavar="N", help="of the numbers of the --pivot (default: 2 of %%)"
     )
     options = parse_arguments(parser, argv)
     pivot = tuple(options.pivot) if options.pivot else None
-    compare(options.runs, options.out, options.target, options.baseline, pivot, options.measure)
+    asked = options.target, options.baseline, pivot, options.measure
+    compare(options.runs, options.out, *asked, options.transpose, options.decimals)
     return 0

@@ -22,6 +22,7 @@ class Classes(NamedTuple):
 
     kind: str  # in words
     names: list[str]  # of class 0, 1, ...
+    values: list[int]  # true group, label or group of these, without that of `OTHER`
     numbers: np.ndarray  # [E, R] int, -1 where a client's class is unknown
 
 
@@ -39,9 +40,11 @@ def has_groups(groups: np.ndarray) -> bool:
 def match_groups(groups: np.ndarray) -> np.ndarray:
     """Returns groups [E, R], renumbered so that a number means the same group throughout.
 
-    The groups of an evaluation take the numbers of those of the one before with which they
+    The groups of an evaluation take the numbers of those of the one after with which they
     share most clients. The rest are new, and keep the method's number if no group has had it.
+    Followed from the last evaluation back: there numbers are the method's, as in its other files.
     """
+    groups = groups[::-1]
     followed = np.full_like(groups, -1)
     used: set[int] = set()
     for row, own in enumerate(groups):
@@ -61,7 +64,7 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
         place = np.searchsorted(present, own).clip(0, max(0, present.size - 1))
         if present.size:
             followed[row] = np.where(own >= 0, numbers[place], -1)
-    return followed
+    return followed[::-1]
 
 
 def count_pairs(
@@ -96,9 +99,9 @@ def choose_classes(
         names.append(OTHER)
     place = np.searchsorted(kept, numbers).clip(0, max(0, kept.size - 1))
     if not kept.size:
-        return Classes(kind, [], np.full(followed.shape, -1))
+        return Classes(kind, [], [], np.full(followed.shape, -1))
     numbers = np.where(kept[place] == numbers, place, np.where(numbers >= 0, most, -1))
-    return Classes(kind, names, numbers)
+    return Classes(kind, names, kept.tolist(), numbers)
 
 
 def count_moves(followed: np.ndarray) -> np.ndarray:

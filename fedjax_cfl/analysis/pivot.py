@@ -1,22 +1,30 @@
-"""A table as papers print it, methods by data sets or any settings by any others: mean ± standard
-deviation over seeds, the best of each column bold, and what seeds do not tell from it. Written as
-CSV, Markdown and LaTeX.
+"""A table as papers print it, methods by data sets or any settings by any others: mean ± sample
+standard deviation over seeds, bold the best of a column where an exact test tells it from all
+others. Written as CSV, Markdown and LaTeX.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from fedjax_cfl.analysis.runs import IDENTITY, list_settings
 from fedjax_cfl.analysis.sets import keep_known, list_measures, score_of_set, split_sets
-from fedjax_cfl.analysis.statistics import bootstrap_mean, list_gaps
+from fedjax_cfl.analysis.statistics import (
+    ALPHA,
+    MIN_SEEDS,
+    correct_holm,
+    count_seeds,
+    find_chance,
+    list_gaps,
+)
 from fedjax_cfl.analysis.tables import (
     MEASURES,
+    PAPER_NAMES,
     format_markdown,
     format_mean,
-    format_number,
     list_records,
     print_table,
 )
@@ -26,19 +34,14 @@ from fedjax_cfl.runs.results import write_columns, write_text
 
 # settings that choose an option, which a summary names
 NAMED = (*IDENTITY, "concept", "drift")
-# of these the smallest is best
-COSTS = ("rounds_to_target", "units", "sim_time_s", "wall_s")
-# measures that are each task's own: best is best_accuracy, of a regression best_rmse
-OF_TASK = ("best", "shared_best", "final", "last10_evals", "macro", "worst10")
-PLAIN, BEST, TIED = "plain", "best", "tied"
-LEGEND = "bold: the best of its column, and what seeds do not tell from it (paired 95 % interval)"
+# measures that are each task's own: final is final_accuracy, of a regression final_rmse
+OF_TASK = ("final", "worst10", "macro", "last10_evals", "best", "shared_best")
+PLAIN, FIRST, BEST = "plain", "first", "best"  # FIRST: the best mean, but not BEST beyond chance
+PAGE = 85  # characters of a line that a page of LaTeX has room for
 
 
-def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best") -> pd.DataFrame:
-    """Returns the table of sets of runs (see `sets`), a line per cell: its row and column, measure,
-    mean, sd, how many values and runs, and its rank: BEST of its column, or PLAIN, or TIED if the
-    95 % bootstrap interval of its difference from the best, over the seeds that both have, holds 0;
-    of few seeds such an interval is too narrow. A column of several measures has no best.
+def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "final") -> pd.DataFrame:
+    """Returns the table of sets of runs (see `sets`) of one setting by another, see `fill_cells`.
 
     Args: `rows` and `columns` are names of settings, several joined by +, as
     algorithm+algorithm.m, where a set of runs without one goes by the others; `measure` is one of
@@ -47,35 +50,48 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "best
     sets of runs would share a cell.
     """
     check_measure(runs, measure)
-    asked, sets = {*rows.split("+"), *columns.split("+")}, dict(split_sets(runs))
-    settings = {label: _read_settings(members, asked) for label, members in sets.items()}
-    for axis, names in (("rows", rows), ("columns", columns)):
-        check_names([*settings.values()], names, axis)
-    cells = []
-    for cell in list_measures(runs).to_dict("records"):
-        label = cell["label"]
-        shown = f"{measure}_{score_of_set(sets[label]).name}" if measure in OF_TASK else measure
-        place = {"row": _name_place(settings[label], rows)}
-        place |= {"column": _name_place(settings[label], columns), "measure": shown}
-        numbers = {name: cell[f"{shown}_{name}"] for name in ("mean", "sd", "n")}
-        cells.append(place | numbers | {"runs": cell["runs"], "label": label})
-    found = pd.DataFrame(cells).rename(columns={"n": "values"})
-    for (row, column), same in found.groupby(["row", "column"], sort=False):
-        if len(same) > 1:
+    names = {*rows.split("+"), *columns.split("+")}
+    settings = {label: _read_settings(members, names) for label, members in split_sets(runs)}
+    for axis, each in (("rows", rows), ("columns", columns)):
+        check_names([*settings.values()], each, axis)
+    places = {
+        label: (_name_place(values, rows), _name_place(values, columns))
+        for label, values in settings.items()
+    }
+    taken: dict[tuple[str, str], str] = {}
+    for label, (row, column) in places.items():
+        if (other := taken.setdefault((row, column), label)) != label:
             raise InputError(
                 f"--pivot {rows} {columns}: two sets of runs share the cell {row} x {column},"
-                f" {' and '.join(same['label'][:2])}; add what tells them apart to the rows or"
+                f" {other} and {label}; add what differs between them to the rows or"
                 " columns, as algorithm+algorithm.m, or compare fewer runs"
             )
-    parts = []
-    for _, cells in found.groupby("column", sort=False):
-        inside = {row: sets[label] for row, label in zip(cells["row"], cells["label"], strict=True)}
-        one = cells["measure"].nunique() == 1
-        ranks = (
-            rank_cells(inside, cells["measure"].iloc[0]) if one else dict.fromkeys(inside, PLAIN)
+    return fill_cells(runs, places, measure)
+
+
+def fill_cells(
+    runs: pd.DataFrame, places: Mapping[str, tuple[str, str]], measure: str
+) -> pd.DataFrame:
+    """Returns a line per cell, in the order of the sets: its row and column, measure, mean, sd, how
+    many values and runs, and its rank, see `rank_cells`; a column of several measures has no best.
+    `places` are the row and column of each set of runs by its label.
+    """
+    sets, cells = dict(split_sets(runs)), []
+    for cell in list_measures(runs).to_dict("records"):
+        label = cell["label"]
+        field = f"{measure}_{score_of_set(sets[label]).name}" if measure in OF_TASK else measure
+        row, column = places[label]
+        numbers = {"mean": cell[f"{field}_mean"], "sd": cell[f"{field}_sd"]}
+        counts = {"values": cell[f"{field}_n"], "runs": cell["runs"]}
+        cells.append({"row": row, "column": column, "measure": field, **numbers, **counts})
+    table, labels = pd.DataFrame(cells), np.array([*sets])
+    for _, same in table.groupby("column"):
+        one = same["measure"].nunique() == 1
+        inside = {place: sets[labels[place]] for place in same.index}
+        table.loc[same.index, "rank"] = (
+            rank_cells(inside, same["measure"].iloc[0]) if one else pd.Series(PLAIN, same.index)
         )
-        parts.append(cells.assign(rank=cells["row"].map(ranks)))
-    return pd.concat(parts).drop(columns="label")
+    return table
 
 
 def check_measure(runs: pd.DataFrame, measure: str) -> None:
@@ -85,16 +101,14 @@ def check_measure(runs: pd.DataFrame, measure: str) -> None:
         raise InputError(f"--measure {measure}: unknown measure{options}")
     if measure not in (*OF_TASK, *keep_known([measure], runs)):
         name = score_of_set(runs).name
-        raise InputError(f"--measure {measure}: none of these runs has it; use best_{name}")
+        raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
 
 
-def _read_settings(members: pd.DataFrame, asked: set[str]) -> dict[str, Any]:
-    """Returns the settings of a set of runs by name, all that it has of those `asked` for among
-    them.
-    """
+def _read_settings(members: pd.DataFrame, names: set[str]) -> dict[str, Any]:
+    """Returns the settings of a set of runs by name, all that it has of `names` among them."""
     run = members.iloc[0]
     named = {name: value if pd.notna(value := run.get(name)) else None for name in NAMED}
-    return named if asked <= {*named} else {**list_settings(run["run_dir"]), **named}
+    return named if names <= {*named} else {**list_settings(run["run_dir"]), **named}
 
 
 def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
@@ -109,80 +123,123 @@ def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
 
 def _name_place(settings: dict[str, Any], names: str) -> str:
     """Returns the row or column of a set of runs, by those of the settings `names` that it has."""
-    found = [
-        str(settings[name]) if name in NAMED else f"{name.rpartition('.')[2]}={settings[name]}"
+    words = [
+        PAPER_NAMES.get(str(settings[name]), str(settings[name]))
+        if name in NAMED
+        else f"{name.rpartition('.')[2]}={settings[name]}"
         for name in names.split("+")
         if name in settings
     ]
-    return ", ".join(found) or "-"
+    return ", ".join(words) or "-"
 
 
-def rank_cells(inside: dict[str, pd.DataFrame], measure: str) -> dict[str, str]:
-    """Returns the rank of each set of runs of one column, by row."""
-    sign = -1 if measure in COSTS or measure.endswith(("rmse", "mae")) else 1
-    means = {row: sign * members[measure].mean() for row, members in inside.items()}
-    known = {row: mean for row, mean in means.items() if mean == mean}
-    ranks = dict.fromkeys(inside, PLAIN)
-    if len(known) < 2:
+def rank_cells(inside: Mapping[Any, pd.DataFrame], measure: str) -> pd.Series:
+    """Returns the rank of each set of runs of a column, by its key. The best mean is BEST where the
+    exact test says of it and of each other set, over `MIN_SEEDS` shared seeds at least and after
+    Holm's correction, that chance alone is less likely than ALPHA; else FIRST. Others are PLAIN.
+    """
+    lower = MEASURES[measure].cost or measure.endswith(("rmse", "mae"))
+    means = pd.Series({key: members[measure].mean() for key, members in inside.items()})
+    ranks = pd.Series(PLAIN, means.index)
+    if means.count() < 2:
         return ranks
-    best = max(known, key=lambda row: known[row])
-    _, factor, digits = MEASURES[measure]
-    shown = {row: format_number(value, factor, digits) for row, value in known.items()}
-    for row, mean in known.items():
-        gap = bootstrap_mean(sign * list_gaps(inside[best], inside[row], measure))
-        # of numbers that look alike no reader could tell why one is bold
-        alike = shown[row] == shown[best] or (gap.values > 1 and gap.low <= 0)
-        ranks[row] = BEST if mean == known[best] else TIED if alike else PLAIN
+    best = means.idxmin() if lower else means.idxmax()
+    others = means.dropna().drop(best).index
+    gaps = [list_gaps(inside[best], inside[other], measure) for other in others]
+    chances = correct_holm([find_chance(each) for each in gaps])
+    enough = min(each.size for each in gaps) >= MIN_SEEDS
+    ranks[best] = BEST if enough and (chances < ALPHA).all() else FIRST
     return ranks
 
 
 def lay_out(
-    pivot: pd.DataFrame, escape: Callable[[str], str], bold: str, plus: str = " ± "
+    pivot: pd.DataFrame,
+    escape: Callable[[str], str],
+    bold: str,
+    plus: str = " ± ",
+    transpose: bool = False,
+    decimals: int | None = None,
 ) -> list[list[str]]:
-    """Returns the lines of the table, the first one the columns' names. `bold` is the format of
-    what is not PLAIN; `escape` makes texts from files harmless.
+    """Returns the lines of the table, the first one the columns' names.
+
+    Args: `escape` makes texts from files harmless; `bold` is the format of what is BEST, `plus`
+    stands before an sd; `transpose` exchanges rows and columns; `decimals` are those of all
+    numbers, None: of each measure its own.
     """
-    marks = ["{}" if rank == PLAIN else bold for rank in pivot["rank"]]
-    numbers = pivot[["mean", "sd", "values"]].itertuples(index=False, name=None)
-    each = zip(numbers, pivot["runs"], pivot["measure"], strict=True)
-    texts = [format_mean(*cell, plus) for cell in each]
-    shown = pivot.assign(text=[mark.format(text) for mark, text in zip(marks, texts, strict=True)])
+    texts = []
+    for cell in pivot.itertuples():
+        measure = MEASURES[cell.measure]
+        if decimals is not None:
+            measure = measure._replace(digits=decimals)
+        text = format_mean((cell.mean, cell.sd, cell.values), cell.runs, measure, plus)
+        texts.append(bold.format(text) if cell.rank == BEST else text)
+    shown = pivot.assign(text=pd.Series(texts, pivot.index, dtype=object))
     grid = shown.pivot(index="row", columns="column", values="text").fillna("-")
     grid = grid.loc[pivot["row"].unique(), pivot["column"].unique()]
 
-    def name(line: str, axis: str) -> str:
-        """Says what a line shows where others show something else."""
-        shown = pivot.loc[pivot[axis] == line, "measure"].unique()
-        one = len(shown) == 1 and pivot["measure"].nunique() > 1
-        return escape(f"{line}, {MEASURES[shown[0]][0]}" if one else line)
+    several = pivot["measure"].nunique() > 1
+    for axis, names in (("row", "index"), ("column", "columns")):
+        shown = pivot.groupby(axis)["measure"].unique()
+        # each line says what it shows where others show something else
+        each = several and shown.map(len).max() == 1
+        words = {n: f"{n}, {MEASURES[shown[n][0]].heading}" if each else n for n in shown.index}
+        setattr(grid, names, [escape(words[n]) for n in getattr(grid, names)])
+    grid = grid.T if transpose else grid
+    return [
+        ["", *grid.columns],
+        *([row, *line] for row, line in zip(grid.index, grid.to_numpy(), strict=True)),
+    ]
 
-    head = ["", *(name(column, "column") for column in grid)]
-    return [head, *([name(line.Index, "row"), *line[1:]] for line in grid.itertuples())]
 
-
-def describe(pivot: pd.DataFrame) -> str:
-    """Returns what the numbers are, in one line."""
+def describe(pivot: pd.DataFrame, transpose: bool = False) -> str:
+    """Returns what the numbers and what is bold are, for a caption."""
     least, most = pivot["runs"].min(), pivot["runs"].max()
     runs = f"{least} to {most}" if least < most else f"{least}"
-    shown = " and ".join(MEASURES[measure][0] for measure in pivot["measure"].unique())
-    return f"{shown}, mean ± sample sd, {runs} runs a cell"
+    measures = [MEASURES[name] for name in pivot["measure"].unique()]
+    shown = " and ".join(measure.words or measure.heading for measure in measures)
+    line, rivals = "row" if transpose else "column", pivot["column"].value_counts().max() - 1
+    test = f"an exact paired test, p < {ALPHA} after Holm's correction"
+    bold = f"Bold: the best mean of its {line}, if it differs from every other in it by {test}."
+    if not (pivot["rank"] == BEST).any():
+        needed = count_seeds(rivals)
+        bold = f"Nothing is bold: no best mean of a {line} differs from every other by {test}"
+        bold += f", which takes {needed} seeds or more." if most < needed else "."
+    return f"{shown[0].upper()}{shown[1:]}: mean ± sample sd over {runs} seeds. {bold}"
 
 
-def write_pivot(pivot: pd.DataFrame, out: Path) -> None:
+def write_pivot(
+    pivot: pd.DataFrame, out: Path, transpose: bool = False, decimals: int | None = None
+) -> None:
     """Prints the table and writes pivot.csv, pivot.md and pivot.tex into `out`."""
-    print_table(describe(pivot), *lay_out(pivot, escape_markup, "[bold]{}[/bold]"))
-    print(LEGEND)
+    caption, shape = describe(pivot, transpose), {"transpose": transpose, "decimals": decimals}
+    grid = lay_out(pivot, escape_markup, "[bold]{}[/bold]", **shape)
+    print_table(caption, *grid, where=f"in {out / 'pivot.csv'}")
     write_columns(out / "pivot.csv", list_records(pivot))
-    text = format_markdown(*lay_out(pivot, escape_markdown, "**{}**"))
-    write_text(out / "pivot.md", f"{text}\n{describe(pivot)}; {LEGEND}\n")
-    write_text(out / "pivot.tex", format_latex(pivot))
+    text = format_markdown(*lay_out(pivot, escape_markdown, "**{}**", **shape))
+    write_text(out / "pivot.md", f"{text}\n{caption}\n")
+    grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ", **shape)
+    write_text(out / "pivot.tex", format_latex(grid, caption, pivot["measure"].iloc[0]))
+    wide = max(len("  ".join(line)) for line in lay_out(pivot, str, "{}", **shape))
+    if wide > PAGE:
+        print(
+            f"note: lines of pivot.tex have {wide} characters, and a page has room for some {PAGE}:"
+            " try --transpose, --decimals 1, or fewer columns"
+        )
 
 
-def format_latex(pivot: pd.DataFrame) -> str:
-    """Returns the table for LaTeX with the package booktabs."""
-    grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ")
+def format_latex(grid: list[list[str]], caption: str, measure: str) -> str:
+    """Returns lines that are escaped already as a table of LaTeX with the package booktabs."""
     head, *lines = (" & ".join(line) + r" \\" for line in grid)
-    shape = "l" + "r" * (len(grid[0]) - 1)
-    top = [f"% {describe(pivot)}; {LEGEND}", rf"\begin{{tabular}}{{{shape}}}", r"\toprule"]
-    bottom = [r"\bottomrule", r"\end{tabular}", ""]
-    return "\n".join([*top, head, r"\midrule", *lines, *bottom])
+    words = escape_latex(caption).replace("±", r"$\pm$").replace("<", "$<$")
+    return "\n".join(
+        [
+            "% needs \\usepackage{booktabs}",
+            r"\begin{table}[t]",
+            r"\centering",
+            rf"\caption{{{words}}}",
+            rf"\label{{tab:{measure.replace('_', '-')}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(grid[0]) - 1)}}}",
+            *(r"\toprule", head, r"\midrule", *lines, r"\bottomrule"),
+            *(r"\end{tabular}", r"\end{table}", ""),
+        ]
+    )

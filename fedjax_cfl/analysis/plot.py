@@ -12,14 +12,25 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.display import title
-from fedjax_cfl.runs.results import atomic_write, read_metrics, read_summary, series, summarize_rows
+from fedjax_cfl.runs.results import (
+    CLIENTS_FILE,
+    atomic_write,
+    read_clients,
+    read_metrics,
+    read_summary,
+    series,
+    summarize_rows,
+)
 from fedjax_cfl.scores import Score, score_of
 
-MOST_GROUPS = 64  # whose accuracies are drawn: of more, lines cannot be told apart
+MOST_GROUPS = 64  # whose accuracies are drawn: more lines are a blur
+MOST_NAMED = 8  # lines with their names at their ends
+DASHES = ("-", "--", "-.", ":")  # lines must differ where a printer has no colours
 LEGEND_LINE = 0.21  # inches a line of a legend takes
 
 
@@ -104,6 +115,48 @@ def make_palette(count: int) -> list[Any]:
     )
 
 
+def line_styles(count: int) -> list[tuple[Any, str]]:
+    """Returns a colour and a dash for each of `count` lines."""
+    palette = make_palette(7)  # yellow, the eighth, is too pale for a line
+    return [(palette[i % 7], DASHES[i % len(DASHES)]) for i in range(count)]
+
+
+def label_ends(axes: Axes, lines: Sequence[Line2D]) -> None:
+    """Writes the name of each line behind its end, in its colour and clear of the others, that of
+    one that ends early beside its end; limits and scales of the axes must be final.
+    """
+    ends = []
+    for line in lines:
+        x, y = (np.asarray(values, float) for values in line.get_data())
+        if len(last := np.flatnonzero(np.isfinite(y))):
+            end = float(x[last[-1]]), float(y[last[-1]])
+            height = (axes.transScale + axes.transLimits).transform(end)[1]
+            ends.append((float(height), end, line))
+    right = 0.85 * max([end[0] for _, end, _ in ends], default=0.0)
+    ends.sort(key=lambda each: (each[1][0] < right, -each[0]))
+    wanted = np.array([height for height, end, _ in ends if end[0] >= right])
+    heights = wanted.copy()
+    step = 13 / (72 * axes.get_position().height * axes.figure.get_figheight())
+    for number in range(1, len(heights)):
+        heights[number] = min(heights[number], heights[number - 1] - step)
+    heights += (wanted - heights).mean() if ends else 0.0  # as many up as down
+    heights -= max(0.0, heights.max(initial=0.0) - 1.05)
+    heights += max(0.0, -heights.min(initial=0.0))
+    for number, (_, end, line) in enumerate(ends):
+        text, thin = escape_plot_lines(str(line.get_label())), {"arrowstyle": "-", "lw": 0.5}
+        look = {"color": line.get_color(), "va": "center", "fontsize": 9.5}
+        if number < len(heights):
+            look["arrowprops"] = thin | {
+                "color": line.get_color(),
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+            }
+            at = {"xytext": (1.03, heights[number]), "textcoords": "axes fraction"}
+        else:
+            at = {"xytext": (6, 0), "textcoords": "offset points"}
+        axes.annotate(text, end, annotation_clip=False, **at, **look)
+
+
 def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
     """Gives every panel the same look: a title at the left, labelled axes, a light grid
     and an open frame.
@@ -116,6 +169,8 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
     if x == "round":
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 2.5, 5, 10]))
+    if y == "mean loss per sample" or y == "root mean square error":
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     if y in ("groups", "clients"):  # counts have no halves
         axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
@@ -136,76 +191,84 @@ def format_percent_axis(axes: Axes) -> None:
 
 
 def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
-    rounds, empty = [row["round"] for row in rows], True
-    marker = "o" if len(rows) <= 20 else ""
-    for (name, label), colour in zip(named.items(), make_palette(len(named)), strict=True):
+    """Draws fields of rows, by their names; of fields that are equal everywhere one."""
+    rounds, drawn = [row["round"] for row in rows], list[tuple[np.ndarray, Line2D]]()
+    for (name, label), (colour, dash) in zip(named.items(), line_styles(len(named)), strict=True):
         values = series(rows, name)
-        if np.isfinite(values).any():
-            line = {"color": colour, "linewidth": 1.8, "marker": marker, "markersize": 4}
-            axes.plot(rounds, values, label=label, **line)
-            empty = False
-    if empty:
+        if not np.isfinite(values).any():
+            continue
+        same = [line for own, line in drawn if np.allclose(own, values, equal_nan=True)]
+        if same:
+            same[0].set_label(f"{same[0].get_label()} = {label}")
+            continue
+        look = {"color": colour, "ls": dash, "lw": 1.8, "marker": _marker(rows), "markersize": 4}
+        drawn.append((values, axes.plot(rounds, values, label=label, **look)[0]))
+    if not drawn:
         amid = {"transform": axes.transAxes, "ha": "center", "va": "center"}
         axes.text(0.5, 0.5, "nothing recorded", color="0.5", fontsize=11, **amid)
         axes.set_yticks([])
 
 
-def _plot_score(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _marker(rows: list[dict[str, Any]]) -> str:
+    return "o" if len(rows) <= 20 else ""
+
+
+def _plot_score(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     score = score_of(rows)
     names = {
         score.name: "all clients",
         f"macro_{score.name}": "mean over clients",
-        f"worst10_{score.name}": "worst 10 % of clients",
+        f"worst10_{score.name}": "worst 10 %",
     }
     _lines(axes, rows, names)
-    best = summarize_rows(rows)
+    best, words = summarize_rows(rows), ""
     if best["best_round"] is not None:
         value = best[f"best_{score.name}"]
-        word = "chosen on validation samples" if "chosen_round" in best else "best"
-        label = f"{word}: {score.format(value, 1)} at round {best['best_round']}"
-        star = {"color": "black", "markersize": 12, "linestyle": "none", "zorder": 4}
-        axes.plot(best["best_round"], value, "*", label=label, **star)
+        words = "chosen on validation samples" if "chosen_round" in best else "best over tests"
+        words = f"; star: {words}, {score.format(value, 1)} in round {best['best_round']}"
+        axes.plot(best["best_round"], value, "*", color="black", markersize=12, zorder=4)
     limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words}", "round", score.axis)
+    style_axes(axes, f"Test {score.words}{words}", "round", score.axis)
 
 
 def _group_lines(
-    axes: Axes, rows: list[dict[str, Any]], values: np.ndarray, linewidth: float
+    axes: Axes, rows: list[dict[str, Any]], values: np.ndarray, colours: list[Any], name: str
 ) -> None:
     """Adds a line for each group's values [R, m] to one of all clients, which becomes black."""
     rounds = [row["round"] for row in rows]
     for line in axes.lines:
         line.set(color="black", zorder=3)
-    if values.ndim < 2:
-        return
-    for own, colour in zip(values.T, make_palette(values.shape[1]), strict=True):
-        axes.plot(rounds, own, color=colour, linewidth=linewidth, marker="." * (len(rows) <= 20))
-    label = "each group, coloured as in clients per group"
-    axes.plot([], [], color="0.5", linewidth=linewidth, label=label)
+    for number, own in enumerate(values.T if values.ndim > 1 else []):
+        look = {"color": colours[number], "lw": 1.1, "ls": DASHES[number % len(DASHES)]}
+        if np.isfinite(own).any():
+            axes.plot(rounds, own, label=f"{name} {number}", marker=_marker(rows), ms=2, **look)
 
 
-def _plot_groups(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _plot_groups(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     score = score_of(rows)
     _lines(axes, rows, {score.name: "all clients"})
-    _group_lines(axes, rows, series(rows, f"group_{score.name}"), 1.2)
+    _group_lines(axes, rows, series(rows, f"group_{score.name}"), colours, "group")
     limit_scores(axes, score)
     style_axes(axes, f"Test {score.words} of each group", "round", score.axis)
 
 
-def _plot_agreement(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Draws how well groups agree with true ones; where these are unknown, how many are in use."""
-    if np.isfinite(series(rows, "ari")).any():
-        _lines(axes, rows, {"ari": "agreement with true groups"})
-        axes.axhline(0, color="0.8", linewidth=0.8)
-        axes.set_ylim(min(-0.05, np.nanmin(series(rows, "ari"))), 1.05)
-        style_axes(axes, "Found against true groups", "round", "adjusted Rand index")
-    else:
-        _lines(axes, rows, {"groups": "groups with clients"})
-        axes.set_ylim(bottom=0)
-        style_axes(axes, "Groups in use", "round", "groups")
+def _plot_concepts(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
+    """Draws the score of the clients of each true group, whatever group they are in."""
+    score = score_of(rows)
+    values = series(rows, f"concept_{score.name}")
+    _group_lines(axes, rows, values, make_palette(len(colours)), "true group")
+    limit_scores(axes, score)
+    style_axes(axes, f"Test {score.words} of each true group", "round", score.axis)
 
 
-def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _plot_agreement(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
+    _lines(axes, rows, {"ari": "agreement"})
+    axes.axhline(0, color="0.8", linewidth=0.8)
+    axes.set_ylim(min(-0.05, np.nanmin(series(rows, "ari"))), 1.05)
+    style_axes(axes, "Found against true groups", "round", "adjusted Rand index")
+
+
+def _plot_loss(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     _lines(axes, rows, {"test_loss": "test", "train_loss": "train"})
     values = np.concatenate([series(rows, "test_loss"), series(rows, "train_loss")])
     values = values[np.isfinite(values)]
@@ -215,72 +278,96 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]]) -> None:
     style_axes(axes, "Loss", "round", "mean loss per sample")
 
 
-def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     groups = series(rows, "group_discrepancy")
     # 0: every group had one participant, and the model is its own
     known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
     _lines(axes, known, {"discrepancy": "all participants"})
     several = groups.ndim == 2 and groups.shape[1] > 1
     values = np.where(groups > 0, groups, np.nan) if several else np.empty(0)
-    _group_lines(axes, rows, values, 0.9)
+    _group_lines(axes, rows, values, colours, "group")
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
 
-def _plot_sizes(axes: Axes, rows: list[dict[str, Any]]) -> None:
+def _plot_sizes(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     sizes, rounds = series(rows, "group_sizes"), np.array([row["round"] for row in rows], float)
-    count = sizes.shape[1] if sizes.ndim == 2 else 0
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
-    areas = []
-    if count:
-        area = {"alpha": 0.85, "edgecolor": "white", "linewidth": 0.4}
-        areas = axes.stackplot(rounds, sizes.T, colors=make_palette(count), **area)
-        axes.set_ylim(0, max(np.nansum(sizes, axis=1).max(), 1))
-    if 1 <= count <= 8:
-        labels = [f"group {group}" for group in range(count)]
-        beside = {"loc": "center left", "bbox_to_anchor": (1, 0.5)}
-        axes.legend(areas[::-1], labels[::-1], frameon=False, fontsize=10, **beside)
-    title = "Clients per group" + (f" ({count} groups)" if count > 8 else "")
+    count, top = sizes.shape[1], max(np.nansum(sizes, axis=1).max(), 1)
+    area = {"alpha": 0.85, "edgecolor": "white", "linewidth": 0.4}
+    axes.stackplot(rounds, sizes.T, colors=colours[:count], **area)
+    axes.set_ylim(0, top)
+    ends = np.cumsum(np.nan_to_num(sizes[-1]))
+    for number, (end, size) in enumerate(zip(ends, sizes[-1], strict=True)):
+        if size > top / 30:
+            axes.text(rounds[-1], end - size / 2, f"  group {number}", va="center", fontsize=9.5)
+    title = "Clients per group" + (f" ({count} groups)" if count > MOST_NAMED else "")
     style_axes(axes, title, "round", "clients")
 
 
-def _plot_concepts(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Draws the score of the clients of each true group, whatever group they are in."""
-    score = score_of(rows)
-    values = series(rows, f"concept_{score.name}")
-    count = values.shape[1]
-    rounds, marker = [row["round"] for row in rows], "." * (len(rows) <= 20)
-    for number, (own, colour) in enumerate(zip(values.T, make_palette(count), strict=True)):
-        label = f"true group {number}" if count <= 8 else ""
-        axes.plot(rounds, own, color=colour, linewidth=1.2, marker=marker, label=label)
-    limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words} of each true group", "round", score.axis)
-
-
-def draw_curves(rows: list[dict[str, Any]], name: str) -> Figure:
-    """Draws how a run went, from the rows of metrics.jsonl: the score of each group and of each
-    true group, too, where there are a few and the true ones are known.
+def draw_curves(
+    rows: list[dict[str, Any]], name: str, table: dict[str, np.ndarray] | None = None
+) -> Figure:
+    """Draws how a run went, from the rows of metrics.jsonl: what was recorded, and of groups what
+    differs between them. `table` is clients.parquet, for the colours of groups, see
+    `colour_groups`.
     """
-    scored = score_of(rows).name
+    scored, sizes = score_of(rows).name, series(rows, "group_sizes")
     several, known = (_has_several(rows, f"{part}_{scored}") for part in ("group", "concept"))
-    draws = [_plot_score, _plot_loss]
-    draws += [_plot_groups] if several else []
-    draws += [_plot_concepts] if known else []
-    draws += [_plot_agreement] if several else []
-    draws += [_plot_discrepancy, _plot_sizes]
-    height = -(-len(draws) // 2)
+    kept = {
+        _plot_score: True,
+        _plot_loss: _is_known(rows, "test_loss") or _is_known(rows, "train_loss"),
+        _plot_groups: several,
+        _plot_concepts: known,
+        _plot_agreement: several and _is_known(rows, "ari"),
+        _plot_discrepancy: _is_known(rows, "discrepancy"),
+        _plot_sizes: sizes.ndim == 2 and sizes.shape[1] > 1,
+    }
+    draws = [draw for draw, wanted in kept.items() if wanted]
+    height, colours = -(-len(draws) // 2), colour_groups(rows, table)
     figure = new_figure(13, 4.25 * height, name, fontsize=14)
     grid = figure.add_gridspec(height, 2)
     for number, draw in enumerate(draws):
         last = number == len(draws) - 1
         # of an odd number the last one is as wide as two
         axes = figure.add_subplot(grid[number // 2, number % 2 :] if last else grid[number])
-        draw(axes, rows)
-        axes.set_xlim(0, 1.02 * (rows[-1]["round"] if rows else 1))
-        if axes.get_legend_handles_labels()[0]:
-            # white behind it: where every place has a line, it must be readable still
-            axes.legend(framealpha=0.7, edgecolor="none", fontsize=10)
+        draw(axes, rows, colours)
+        axes.set_xlim(0, rows[-1]["round"] if rows else 1)
+        named = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+        if 1 < len(named) <= MOST_NAMED + 1:
+            label_ends(axes, named)
     return figure
+
+
+def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | None) -> list[Any]:
+    """Returns the colours of groups by their numbers: of a found group that of the true group that
+    most of its clients are in at the end, each once; where true groups are unknown its own.
+    """
+    fields = ("group_sizes", f"group_{score_of(rows).name}", f"concept_{score_of(rows).name}")
+    count = max(
+        [1, *(each.shape[1] for each in (series(rows, f) for f in fields) if each.ndim > 1)]
+    )
+    shared = np.zeros((count, count))
+    if table is not None and (both := (table["group"] >= 0) & (table["concept"] >= 0)).any():
+        count = max(count, table["group"].max() + 1, table["concept"].max() + 1)
+        shared = np.zeros((count, count))
+        np.add.at(shared, (table["group"][both], table["concept"][both]), 1)
+    colours, palette, numbers = [None] * count, make_palette(count), [*range(count)]
+    while shared.max() > 0:
+        group, concept = np.unravel_index(shared.argmax(), shared.shape)
+        colours[group] = palette[concept]
+        numbers.remove(concept)
+        shared[group], shared[:, concept] = -1, -1
+    # others keep their own where no other has it
+    for group in [group for group in range(count) if colours[group] is None]:
+        number = group if group in numbers else numbers[0]
+        colours[group] = palette[number]
+        numbers.remove(number)
+    return colours
+
+
+def _is_known(rows: list[dict[str, Any]], name: str) -> bool:
+    return bool(np.isfinite(series(rows, name)).any())
 
 
 def _has_several(rows: list[dict[str, Any]], name: str) -> bool:
@@ -294,4 +381,5 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
     rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
     name = title(summary) or Path(run_dir).resolve().name
-    save_figure(draw_curves(rows, name), Path(run_dir) / "curves.png")
+    table = read_clients(run_dir) if (Path(run_dir) / CLIENTS_FILE).is_file() else None
+    save_figure(draw_curves(rows, name, table), Path(run_dir) / "curves.png")

@@ -11,25 +11,24 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedjax_cfl.analysis.plot import (
+    DASHES,
+    MOST_NAMED,
     add_legend,
     format_percent_axis,
-    make_palette,
+    label_ends,
+    line_styles,
     new_figure,
     style_axes,
 )
 from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 
-DASHES = ("-", "--", ":", "-.")
+MARKERS = "osD^"  # of each of `DASHES`
+SHORT = 26  # letters of a name that stands at the end of its line
 # evaluations: above how many a line is smoothed, and over how many
 MIN_SMOOTHED_LENGTH, SMOOTHING_WINDOW = 100, 11
-
-
-def line_styles(count: int) -> list[tuple[Any, str]]:
-    """Returns a colour and a dash for each of `count` lines."""
-    palette = make_palette(7)  # yellow, the eighth, is too pale for a line
-    return [(palette[i % 7], DASHES[i // 7 % len(DASHES)]) for i in range(count)]
 
 
 def average_runs(
@@ -67,10 +66,9 @@ def draw_band(
     if len(x) > MIN_SMOOTHED_LENGTH:
         axes.plot(x, mean, color=color, linewidth=0.5, alpha=0.3)
         mean, sd = smooth(mean), smooth(sd)
-    marker = "o" if len(x) <= 20 else ""
-    (line,) = axes.plot(
-        x, mean, color=color, ls=dash, lw=1.6, marker=marker, markersize=3, label=label
-    )
+    marker, every = MARKERS[DASHES.index(dash)], max(1, len(x) // 8)
+    look = {"color": color, "ls": dash, "lw": 1.6, "marker": marker, "markersize": 4}
+    (line,) = axes.plot(x, mean, markevery=every, label=label, **look)
     axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.18, linewidth=0)
     return line
 
@@ -84,15 +82,11 @@ class Cost(NamedTuple):
     fields: tuple[str, ...]  # of a row of metrics.jsonl, added up
     scale: float
     heading: str
-    digits: int
 
 
-COSTS = {
-    "megabytes": Cost(("bytes_down", "bytes_up"), 1e6, "MB down + up", 2),
-    "steps": Cost(("local_steps",), 1, "local steps", 0),
-    "sim_time": Cost(("sim_time_s",), 1, "simulated s", 1),
-}
-ROUNDS = Cost(("round",), 1, "round", 0)
+ROUNDS = Cost(("round",), 1, "round")
+STEPS = Cost(("local_steps",), 1, "local steps")
+TIME = Cost(("sim_time_s",), 1, "simulated s")
 
 
 def last_cost(rows: list[dict[str, Any]], cost: Cost) -> float:
@@ -102,19 +96,13 @@ def last_cost(rows: list[dict[str, Any]], cost: Cost) -> float:
     values = [rows[-1].get(field) for field in cost.fields] if rows else []
     known = [value for value in values if value is not None]
     total = float(sum(known)) if len(known) == len(cost.fields) else math.nan
-    return total if total or cost is not COSTS["sim_time"] else math.nan
-
-
-def add_costs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the runs with what each has paid in all, a column for each of `COSTS`."""
-    paid = {name: [last_cost(rows, cost) for rows in runs["rows"]] for name, cost in COSTS.items()}
-    return runs.assign(**paid)
+    return total if total or cost is not TIME else math.nan
 
 
 def choose_communication(runs: pd.DataFrame) -> Cost:
-    """Returns communication in bytes where every run knows them, else in units (models)."""
+    """Returns communication in bytes where every run counts them, else in units (models)."""
     fields = "bytes_down", "bytes_up"
-    most = [last_cost(rows, Cost(fields, 1, "", 0)) for rows in runs["rows"] if rows]
+    most = [last_cost(rows, Cost(fields, 1, "")) for rows in runs["rows"] if rows]
     scale, unit = 1.0, "models"
     if np.isnan(most).any():
         fields = "units_down", "units_up"
@@ -122,68 +110,65 @@ def choose_communication(runs: pd.DataFrame) -> Cost:
         units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
         scale = next((least for least in units if max(most, default=0) >= least), 1.0)
         unit = units[scale]
-    return Cost(fields, scale, f"communication, down + up ({unit})", 0)
+    return Cost(fields, scale, f"communication, down + up ({unit})")
+
+
+def has_own_shape(runs: pd.DataFrame, cost: Cost) -> bool:
+    """Returns whether a round costs some method a tenth more than another: else curves against this
+    cost are those against rounds.
+    """
+    paid = [last_cost(rows, cost) / rows[-1]["round"] for rows in runs["rows"] if rows]
+    means = pd.Series(paid).groupby(runs["method"][runs["rows"].map(bool)].to_numpy()).mean()
+    return bool(means.max() > 1.1 * means.min())
 
 
 def draw_costs(runs: pd.DataFrame) -> Figure:
-    """Draws the score against every cost that some run counts, a line with a band of one sd
-    over seeds for each set of runs; a row of panels for each data set, partition and model.
+    """Draws the score against rounds and against every cost of which a round takes some method
+    more than another, a line with a band of one sd over seeds for each set of runs; a row of panels
+    for each data set, partition and model. A method's line looks the same in all.
     """
-    timed = runs["sim_time"].notna().any()
-    costs = [ROUNDS, *(cost for name, cost in COSTS.items() if timed or name != "sim_time")]
-    data = split_data(runs)
-    square = bool(timed) and len(data) == 1
-    figure = new_figure(12, 7.6 if square else 0.4 + 3.8 * len(data))
-    shape = (2, 2) if square else (len(data), len(costs))
-    panels = figure.subplots(*shape, sharey=True if square else "row", squeeze=False)
-    return _fill_panels(figure, panels.reshape(len(data), -1), runs, costs, "{data}", "")
-
-
-def draw_comparison(runs: pd.DataFrame) -> Figure:
-    """Draws the score against rounds and against communication, a line with a band of one sd per
-    set; a row of panels for each data set, partition and model.
-    """
-    costs, data = [ROUNDS, choose_communication(runs)], split_data(runs)
-    figure = new_figure(13, 1.0 + 4.0 * len(data))
-    panels = figure.subplots(len(data), 2, sharey="row", squeeze=False)
-    title = "{score} against {cost}" + ", {data}" * (len(data) > 1)
-    return _fill_panels(figure, panels, runs, costs, title, ", mean ± sd over seeds")
-
-
-def _fill_panels(
-    figure: Figure,
-    panels: np.ndarray,
-    runs: pd.DataFrame,
-    costs: list[Cost],
-    title: str,
-    said: str,
-) -> Figure:
-    """Draws into panels [data sets, costs] and adds the legend; a method's line looks the same in
-    all. The `title` of a panel may name its {score}, {cost} and {data}; `said` follows the name of
-    the score at the left.
-    """
-    data = split_data(runs)
-    part = "method" if len(data) > 1 else "label"  # each has a panel: without the data
-    labels = list(runs[part].unique())
+    data, others = split_data(runs), [choose_communication(runs), STEPS, TIME]
+    costs = [ROUNDS, *(cost for cost in others if has_own_shape(runs, cost))]
+    shape = (2, 2) if len(costs) == 4 and len(data) == 1 else (len(data), len(costs))
+    figure = new_figure(13, 0.6 + 3.9 * shape[0])
+    panels = figure.subplots(*shape, sharey="row", squeeze=False)
+    column = "method" if len(data) > 1 else "label"  # each has a panel: without the data
+    labels = list(runs[column].unique())
     styles, lines = dict(zip(labels, line_styles(len(labels)), strict=True)), {}
-    for (name, same), row in zip(data.items(), panels, strict=True):
-        score = score_of_set(same)
-        words = score.words[0].upper() + score.words[1:]
+    short = len(labels) <= MOST_NAMED and max(map(len, labels)) <= SHORT
+    for (name, same), row in zip(data.items(), panels.reshape(len(data), -1), strict=True):
         for cost, axes in zip(costs, row, strict=True):
-            for _, members in split_sets(same):
-                if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
-                    continue  # it was not counted
-                label, rows = members[part].iloc[0], list(members["rows"])
-                _, spent, _ = average_runs(rows, cost.fields)
-                _, mean, sd = average_runs(rows, (score.name,))
-                x = spent / cost.scale
-                lines[label] = draw_band(axes, x, mean, sd, styles[label], label)
-            left, what = axes is row[0], cost.heading.partition(",")[0]
-            heading = title.format(score=words, cost=what, data=name)
-            shown = heading if left or "{cost}" in title else ""
-            style_axes(axes, shown, cost.heading, f"test {score.words}{said}" if left else "")
+            drawn = _draw_panel(axes, same, cost, column, styles)
+            lines |= drawn
+            score = score_of_set(same)
+            words = f"{score.words[0].upper()}{score.words[1:]}"
+            heading = f"{words} against {cost.heading.partition(',')[0]}"
+            heading += f", {name}" if name and cost is ROUNDS else ""
+            unit = f"test {score.words}, mean ± sd over seeds"
+            style_axes(axes, heading, cost.heading, unit if cost is ROUNDS else "")
             axes.set_xlim(left=0)
             if score.percent:
                 format_percent_axis(axes)
-    add_legend(figure, list(lines.values()), list(lines))
+            if cost is not ROUNDS:
+                axes.xaxis.set_major_locator(MaxNLocator(5))
+                axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
+            elif short and len(drawn) > 1:
+                label_ends(axes, list(drawn.values()))
+    if not short:
+        add_legend(figure, list(lines.values()), list(lines))
     return figure
+
+
+def _draw_panel(
+    axes: Axes, runs: pd.DataFrame, cost: Cost, column: str, styles: dict[str, tuple]
+) -> dict[str, Line2D]:
+    """Draws the sets of runs that count a cost; returns their lines by name, that in `column`."""
+    name, lines = score_of_set(runs).name, {}
+    for _, members in split_sets(runs):
+        if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
+            continue  # it was not counted
+        label, rows = members[column].iloc[0], list(members["rows"])
+        _, spent, _ = average_runs(rows, cost.fields)
+        _, mean, sd = average_runs(rows, (name,))
+        lines[label] = draw_band(axes, spent / cost.scale, mean, sd, styles[label], label)
+    return lines

@@ -91,8 +91,12 @@ def _draw_likeness(axes: Axes, group: np.ndarray, concept: np.ndarray, labels: n
         axes.axvline(edge, color="white", linewidth=1)
     bounds = np.concatenate([[-0.5], edges, [len(met) - 0.5]])
     names = [str(value) for value in np.unique(own).tolist()]
+    middles, shown = (bounds[1:] + bounds[:-1]) / 2, [0]
+    for place, middle in enumerate(middles):  # of small groups beside each other one is named
+        if middle - middles[shown[-1]] > len(met) / 25:
+            shown.append(place)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks((bounds[1:] + bounds[:-1]) / 2, names)
+        axis.set_ticks(middles[shown], [names[place] for place in shown])
     same = own[:, None] == own
     inside, outside = alike[same & ~np.eye(len(met), dtype=bool)], alike[~same]
     means = [f"{part.mean():.2f}" if part.size else "-" for part in (inside, outside)]

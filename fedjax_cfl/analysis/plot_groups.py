@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fedjax_cfl.analysis import flows
-from fedjax_cfl.analysis.plot import add_legend, make_palette, new_figure, style_axes
+from fedjax_cfl.analysis.plot import add_legend, label_ends, make_palette, new_figure, style_axes
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.results import series
 from fedjax_cfl.scores import score_of
@@ -39,24 +39,36 @@ def draw_alluvial(
     if not flows.has_groups(found.groups):
         return None
     followed = flows.match_groups(found.groups)
-    classes = flows.choose_classes(found, followed, labels)
-    figure = new_figure(12, 7.2, title)
-    above, scores, moves = figure.subplots(3, 1, sharex=True, height_ratios=[5, 1.3, 0.9])
+    classes, shares = flows.choose_classes(found, followed, labels), flows.count_moves(followed)
+    below = {
+        _draw_scores: 1.3 * any(np.isfinite(series(rows, n)).any() for n in _name_scores(rows)),
+        _draw_moves: 0.9 * bool(shares.any()),
+    }
+    below = {draw: height for draw, height in below.items() if height}
+    figure = new_figure(12, 5.0 + sum(below.values()), title)
+    above, *panels = figure.subplots(
+        1 + len(below), 1, sharex=True, height_ratios=[5, *below.values()], squeeze=False
+    )[:, 0]
     chosen = flows.choose_snapshots(len(found.rounds), SNAPSHOTS)
-    palette = make_palette(7)
-    colours = [LOST if name == flows.OTHER else palette[n] for n, name in enumerate(classes.names)]
+    palette = make_palette(1 + max(followed.max(), *classes.values, 0))
+    colours = [palette[value] for value in classes.values]
+    colours += [LOST] * (len(classes.names) - len(colours))
     colours.append(UNKNOWN)  # of class -1
     drawn = _draw_flows(above, found.rounds[chosen], followed[chosen], classes, chosen, colours)
     shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
+    shown += "" if shares.any() else "; no client moved from one group to another"
     _mark_events(above, rows, drawn)
     style_axes(above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients")
     above.grid(visible=False)
-    above.set_yticks([])
-    _draw_scores(scores, rows)
-    _draw_moves(moves, found.rounds, flows.count_moves(followed))
+    for draw, axes in zip(below, panels, strict=True):
+        draw(axes, rows) if draw is _draw_scores else draw(axes, found.rounds, shares)
     first, last = found.rounds[0], found.rounds[-1]
     room = max(_find_spacing(found.rounds) / 2, 0.01 * float(last - first))
     above.set_xlim(first - room, last + room)
+    # behind `style_axes`, which has ticks of its own: rounds of the columns
+    above.set_yticks([])
+    [above, *panels][-1].set_xlabel("round", fontsize=11)
+    above.set_xticks(found.rounds[chosen[:: 1 + (len(str(last)) > 3)]])
     handles, names = _legend(classes, colours, rows, bool((found.groups < 0).any()))
     add_legend(figure, handles, names, 5)
     return figure
@@ -184,26 +196,30 @@ def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> None:
             axes.vlines(rounds, bottom, height, color="black", linewidth=0.6, linestyle=":")
 
 
+def _name_scores(rows: list[dict[str, Any]]) -> tuple[str, ...]:
+    return ("ari", score_of(rows).name) if score_of(rows).percent else ("ari",)
+
+
 def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    rounds = [row["round"] for row in rows]
-    marker, score = "o" if len(rows) <= 20 else "", score_of(rows)
-    for name, label, colour, dash in (
-        *([(score.name, score.words, "black", "-")] if score.percent else []),
-        ("ari", "ARI", "#0072B2", "--"),
-    ):
-        values = series(rows, name)
+    """Draws what is a share of 1: accuracy and ARI, as far as they are known."""
+    rounds, words = [row["round"] for row in rows], {"ari": "ARI", score_of(rows).name: "score"}
+    words[score_of(rows).name] = score_of(rows).words
+    looks = {"ari": {"color": "#0072B2", "ls": "--"}}
+    lines = []
+    for name in _name_scores(rows):
+        values, look = series(rows, name), looks.get(name, {"color": "black"})
         if np.isfinite(values).any():
-            axes.plot(rounds, values, dash, color=colour, marker=marker, markersize=3, label=label)
+            marker = "o" if len(rows) <= 20 else ""
+            lines += axes.plot(rounds, values, marker=marker, ms=3, label=words[name], **look)
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
     style_axes(axes, "", "", "score")
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=9, loc="lower right", ncols=2)
+    label_ends(axes, lines)
 
 
 def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
     axes.bar(rounds, 100 * shares, 0.8 * _find_spacing(rounds), color="0.4")
     axes.set_ylim(0, max(5.0, 105 * float(shares.max(initial=0))))
-    style_axes(axes, "", "round", "moved, %")
+    style_axes(axes, "", "", "moved, %")
 
 
 def _legend(

@@ -18,10 +18,11 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from fedjax_cfl.analysis.runs import common_folder
 from fedjax_cfl.analysis.statistics import (
     RESAMPLES,
     bootstrap_mean,
-    compute_tests,
+    correct_holm,
     find_chance,
     subtract,
 )
@@ -201,27 +202,26 @@ def critical_difference(methods: int, settings: int) -> float:
     return float(q * np.sqrt(methods * (methods + 1) / (6 * settings)))
 
 
+def sign_ranks(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns the ranks of the differences of scores [N] by their size, with their signs; 0 of
+    those that are 0, which do not count.
+    """
+    gaps = subtract(one, other)
+    sizes = np.abs(gaps[gaps != 0])
+    signed = np.zeros(len(gaps))
+    signed[gaps != 0] = np.sign(gaps[gaps != 0]) * stats.rankdata(sizes)
+    return signed
+
+
 def compare_with(means: np.ndarray, baseline: int) -> np.ndarray:
     """Returns the chance [k] of Wilcoxon's signed-rank test, exact, of each method's differences
     from the method `baseline` over settings, corrected by Holm (1979); NaN for itself.
 
     `means` [N, k]. Of N settings no chance is below 2 / 2^N before the correction.
     """
-    tests = [compute_tests(subtract(column, means[:, baseline])) for column in means.T]
-    chances = np.array([each.p_wilcoxon for each in tests])
+    chances = np.array([find_chance(sign_ranks(column, means[:, baseline])) for column in means.T])
     chances[baseline] = np.nan
     return correct_holm(chances)
-
-
-def correct_holm(chances: np.ndarray) -> np.ndarray:
-    """Returns chances [k] corrected for their number by Holm (1979); those that are NaN stay it and
-    do not count.
-    """
-    order = np.argsort(chances)[: np.isfinite(chances).sum()]  # NaN is last
-    steps = np.maximum.accumulate(np.arange(len(order), 0, -1) * chances[order])
-    corrected = np.full(len(chances), np.nan)
-    corrected[order] = np.minimum(steps, 1.0)
-    return corrected
 
 
 def list_differences(
@@ -345,7 +345,7 @@ def main(argv: list[str]) -> int:
         " spaces between them; one that is empty or nan counts as 0; of a cell in several files"
         " the first counts",
     )
-    parser.add_argument("--out", type=Path, default=Path("."), metavar="DIR", help="default: here")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="default: the folder of the files")
     parser.add_argument("--baseline", metavar="METHOD", help="test all methods against this one")
     parser.add_argument(
         "--against",
@@ -364,12 +364,13 @@ def main(argv: list[str]) -> int:
     for flag, names in (("--baseline", [options.baseline]), ("--against", options.against)):
         if unknown := [name for name in names if name not in (None, *methods)]:
             raise InputError(f"{flag} {unknown[0]}: no such method; {', '.join(methods)}")
-    check_writable(options.out, f"--out={options.out}")
-    options.out.mkdir(parents=True, exist_ok=True)
+    out = options.out or common_folder([path.parent for path in options.cells])
+    check_writable(out, f"--out={out}")
+    out.mkdir(parents=True, exist_ok=True)
     names = ", ".join(path.name for path in options.cells)
-    if write_ranks(cells, options.out, names, options.baseline) is None:
+    if write_ranks(cells, out, names, options.baseline) is None:
         raise InputError(f"{names}: no two methods that have the same settings")
-    write_columns(options.out / "differences.csv", list_differences(cells, options.against))
-    print((options.out / "ranks.md").read_text(encoding="utf-8"))
-    print(f"wrote ranks.csv, ranks.md and differences.csv in {options.out}")
+    write_columns(out / "differences.csv", list_differences(cells, options.against))
+    print((out / "ranks.md").read_text(encoding="utf-8"))
+    print(f"wrote ranks.csv, ranks.md and differences.csv in {out}")
     return 0

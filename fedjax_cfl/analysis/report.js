@@ -108,4 +108,11 @@ function show(place) {
   draw();
 }
 
+// what is wider than the window gets a sign that it scrolls
+function mark() {
+  document.querySelectorAll(".wide").forEach((wide) => wide.classList.toggle("scrolls", wide.scrollWidth > wide.clientWidth + 1));
+}
+
 document.querySelectorAll("[data-source]").forEach(show);
+for (const when of ["load", "resize"]) window.addEventListener(when, mark);
+document.addEventListener("toggle", mark, true);

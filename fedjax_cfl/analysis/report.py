@@ -1,11 +1,11 @@
-"""One HTML page of finished runs, alone or side by side, that needs no network.
-
-Settings, curves, means with bootstrap intervals over seeds and paired differences, who
-moved where, and a table of every client that sorts and filters.
+"""One HTML page of finished runs, alone or side by side, that needs no network: results, what they
+cost, paired differences, and of each run its settings, curves, who moved where, and a table of
+every client that sorts and filters.
 """
 
 import argparse
 import base64
+import datetime
 import hashlib
 import io
 import re
@@ -21,21 +21,21 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedjax_cfl.analysis import flows
-from fedjax_cfl.analysis.compare import list_shown
+from fedjax_cfl.analysis import flows, pivot
+from fedjax_cfl.analysis.compare import SPREAD, format_sets
 from fedjax_cfl.analysis.plot import draw_curves, save_pictures
-from fedjax_cfl.analysis.plot_costs import COSTS, add_costs, draw_costs
+from fedjax_cfl.analysis.plot_costs import draw_costs
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
-from fedjax_cfl.analysis.runs import DATA, list_settings
-from fedjax_cfl.analysis.sets import keep_known, read_sets, split_sets
-from fedjax_cfl.analysis.statistics import LEVEL, PAIRED, bootstrap_mean, list_differences
-from fedjax_cfl.analysis.tables import MEASURES, format_number, list_records
+from fedjax_cfl.analysis.runs import DATA, common_folder, list_settings
+from fedjax_cfl.analysis.sets import keep_known, list_measures, read_sets, split_data, split_sets
+from fedjax_cfl.analysis.statistics import ALPHA, PAIRED, list_differences
+from fedjax_cfl.analysis.tables import MEASURES, format_mean, format_number, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
-from fedjax_cfl.runs.results import to_plain, write_text
+from fedjax_cfl.runs.results import SUMMARY_FILE, to_plain, write_text
 from fedjax_cfl.runs.run_dir import check_writable
 from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.scores import SCORES, score_of
@@ -43,19 +43,6 @@ from fedjax_cfl.scores import SCORES, score_of
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
 DPI, COLOURS = 110, 256  # of the pictures: PNG with a palette
-# measures of a comparison that the page shows
-SHOWN = (
-    *(
-        f"{part}_{score.name}"
-        for score in SCORES
-        for part in ("best", "shared_best", "final", "worst10")
-    ),
-    *(name for score in SCORES for name in score.measured[1:]),
-    "ari",
-    "chosen_round",
-)
-MEASURED = {name: MEASURES[name] for name in SHOWN}
-MEASURED |= {name: (cost.heading, 1 / cost.scale, cost.digits) for name, cost in COSTS.items()}
 MARK = '<meta name="generator" content="fedjax-cfl report">'
 ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
 
@@ -63,24 +50,29 @@ ABSOLUTE = re.compile(r"(?<![\w.~/])(?:~|[A-Za-z]:)?/(?:[^/\s,'\"\[\]=]+/)+")
 class ReportData(NamedTuple):
     """What a page shows."""
 
-    runs: pd.DataFrame  # a row per run, see `sets`, with what each has cost
+    runs: pd.DataFrame  # a row per run, see `sets`
     described: list[dict[str, Any]]  # of each run, see `describe_run`
-    figures: dict[str, Figure]  # costs, and of run n: n-curves, n-alluvial, n-groups
+    figures: dict[str, Figure]  # costs, and of each run those of `draw_run`, with its name before
 
 
 def report(
-    paths: Iterable[str | Path], out: str | Path = "report.html", pictures: str | Path | None = None
+    paths: Iterable[str | Path],
+    out: str | Path | None = None,
+    pictures: str | Path | None = None,
 ) -> Path:
-    """Writes one page about the finished runs at or below `paths`, and the pictures in it
-    as PNG, SVG and PDF files where `pictures` is a folder; returns its path.
+    """Writes one page about the finished runs at or below `paths` to `out`, None: report.html in
+    the folder that they have in common, and the pictures in it as PNG, SVG and PDF files where
+    `pictures` is a folder; returns its path.
 
     Raises InputError for files that no run wrote, or a page or pictures that cannot be written.
     """
-    check_out(Path(out))
+    paths = list(paths)
+    out = Path(out or common_folder(paths) / "report.html")
+    check_out(out)
     if pictures is not None:
         check_writable(Path(pictures), f"pictures={pictures}")
     write_report(make_report(paths), out, pictures)
-    return Path(out)
+    return out
 
 
 def check_out(out: Path) -> None:
@@ -98,19 +90,19 @@ def check_out(out: Path) -> None:
 
 def make_report(paths: Iterable[str | Path]) -> ReportData:
     """Returns what a page about the finished runs at or below `paths` shows."""
-    runs = add_costs(hide_paths(read_sets(paths)))
+    runs = hide_paths(read_sets(paths))
     first = ~runs["label"].duplicated()
     pictured = runs["run_dir"].notna() if len(runs) <= MAX_PICTURED else first
     pictured &= runs.groupby(first).cumcount().lt(MAX_PICTURED)
     # what can be wrong with files is found before anything is drawn
-    each = list_records(runs)
-    named = follow(list(zip(each, name_runs(runs), strict=True)), "reading clients")
-    shown = [describe_run(run, MAX_CLIENTS // len(runs), name) for run, name in named]
+    each, names = list_records(runs), name_runs(runs)
+    named = follow(list(zip(each, names, name_files(names), strict=True)), "reading clients")
+    shown = [describe_run(run, MAX_CLIENTS // len(runs), *name) for run, *name in named]
     figures = {"costs": draw_costs(runs)}
     for number, run in enumerate(follow(each, "drawing runs")):
         if pictured[number]:
             drawn = {name: figure for name, figure in draw_run(run).items() if figure is not None}
-            figures |= {f"{number}-{name}": figure for name, figure in drawn.items()}
+            figures |= {f"{shown[number]['file']}-{name}": each for name, each in drawn.items()}
     return ReportData(runs, shown, figures)
 
 
@@ -122,6 +114,17 @@ def name_runs(runs: pd.DataFrame) -> list[str]:
     names = runs["label"] + ", seed " + runs["seed"].map(str)
     places = ["/".join(Path(folder).parts[-2:]) for folder in runs["run_dir"]]
     return list(names.where(~names.duplicated(keep=False), names + ", " + places))
+
+
+def name_files(names: list[str]) -> list[str]:
+    """Returns what the pictures of runs of these names begin with: each its own."""
+    short = (
+        pd.Series(names)
+        .str.replace(r"[^A-Za-z0-9_.=+-]+", "-", regex=True)
+        .str.strip("-.")
+        .str[:90]
+    )
+    return list(short.where(~short.duplicated(), short + "-" + short.index.map(str)))
 
 
 def write_report(
@@ -184,12 +187,16 @@ def hide_paths(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(label=runs["label"].map(shown), method=runs["method"].map(shown))
 
 
-def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]:
-    """Returns what the page says of a run in words and tables, of `most` clients at most."""
+def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dict[str, Any]:
+    """Returns what the page says of a run in words and tables, of `most` clients at most; `file` is
+    what the names of its pictures begin with.
+    """
     tables = read_run_tables(run)
     settings = list_settings(run["run_dir"])
     return {
         "title": hide_path(heading),
+        "file": file,
+        "set": run["label"],
         "folder": escape_text("/".join(run["run_dir"].parts[-2:])),
         "overrides": [hide_path(line) for line in run["asked"]],
         "settings": {escape_text(name): hide_path(value) for name, value in settings.items()},
@@ -202,19 +209,19 @@ def describe_run(run: dict[str, Any], most: int, heading: str) -> dict[str, Any]
 
 def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     """Returns the headline numbers of a run in words."""
-    words = {}
-    for name, (heading, factor, digits) in MEASURED.items():
-        value = run.get(name)
-        if pd.notna(value) and not name.startswith("shared_best"):
-            words[heading] = format_number(value, factor, digits)
+    words = {
+        measure.heading: format_number(run[name], measure)
+        for name, measure in MEASURES.items()
+        if pd.notna(run.get(name)) and not name.startswith("shared_")
+    }
     return words | {"rounds": f"{run['rounds']:,}"}
 
 
 def list_clients(
     table: dict[str, np.ndarray], found: Assignments | None, most: int
 ) -> dict[str, Any]:
-    """Returns the table of clients as plain columns: those of clients.parquet, the most
-    frequent label and how often the client changed its group.
+    """Returns the table of clients as plain columns: those of clients.parquet that hold something,
+    the most frequent label and how often the client changed its group.
     """
     chosen = sample_clients(len(table["client"]), most, 0)
     columns = {name: values for name, values in table.items() if values.ndim == 1}
@@ -225,7 +232,8 @@ def list_clients(
         followed = flows.match_groups(found.groups)
         columns["moves"] = ((followed[1:] != followed[:-1]) & (followed[:-1] >= 0)).sum(0)
     words = {name: name.replace("_", " ") for name in columns} | {"concept": "true group"}
-    plain = {words[name]: to_plain(values[chosen]) for name, values in columns.items()}
+    unknown = [n for n in ("concept", "most_frequent_label") if np.all(columns.get(n, 0) == -1)]
+    plain = {words[n]: to_plain(v[chosen]) for n, v in columns.items() if n not in unknown}
     plain["client"] = [escape_text(name) for name in plain["client"]]
     return {
         "names": list(plain),
@@ -244,7 +252,7 @@ def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     if found is not None and labels is not None:
         labels = labels[found.clients]
     return {
-        "curves": draw_curves(run["rows"], ""),
+        "curves": draw_curves(run["rows"], "", table),
         "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
         "groups": None if table is None else draw_final_groups(table, ""),
     }
@@ -275,26 +283,74 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         (room / "report.html").read_text(encoding="utf-8")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    shown = [*list_shown(runs), *(name for name in COSTS if runs[name].notna().any())]
-    names = [name for name in MEASURED if name in shown]
-    differences = _list_differences(runs)
+    matrix = make_matrix(runs)
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
         allowed=f"sha256-{allowed}",
-        level=f"{100 * LEVEL:.0f} %",
-        headings=[MEASURED[name][0] for name in names],
+        facts=list_facts(runs),
+        command=hide_path(join_overrides([each for each in runs.get("asked", []) if each == each])),
+        spread=SPREAD,
         scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
-        groups=[_line(members, names) for _, members in split_sets(runs)],
+        matrix=None if matrix is None else pivot.lay_out(matrix, str, Markup("<b>{}</b>")),
+        matrix_note="" if matrix is None else pivot.describe(matrix),
+        results=format_sets(runs, list_measures(runs)),
+        sets=[(hide_path(label), len(members)) for label, members in split_sets(runs)],
         chosen=bool(runs["chosen_round"].notna().any()),
-        paired=[MEASURED[name][0] for name in keep_known(PAIRED, runs)],
+        paired=[MEASURES[name].heading for name in keep_known(PAIRED, runs)],
         shared=name_shared(runs),
-        differences=differences,
-        tested=any(cell["tests"] for line in differences for cell in line["cells"]),
+        differences=_list_differences(runs),
+        alpha=ALPHA,
         runs=found.described,
         mark=Markup(MARK),
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
     )
+
+
+def make_matrix(runs: pd.DataFrame) -> pd.DataFrame | None:
+    """Returns the final scores of methods by data sets, see `pivot.fill_cells`, None: of one data
+    set, or where a method has several sets of runs on one.
+    """
+    data = {label: name for name, same in split_data(runs).items() for label in same["label"]}
+    methods = dict(zip(runs["label"], runs["method"], strict=True))
+    places = {label: (hide_path(methods[label]), name) for label, name in data.items()}
+    alone = len({*data.values()}) < 2 or len({*places.values()}) < len(places)
+    return None if alone else pivot.fill_cells(runs, places, "final")
+
+
+def list_facts(runs: pd.DataFrame) -> dict[str, str]:
+    """Returns with what and when runs ran and how to repeat them, as far as they say it."""
+    runs = runs.reindex(columns=[*dict.fromkeys([*runs, "versions", "devices"])])
+    versions = [each for each in runs["versions"] if isinstance(each, dict)]
+    names = {"fedjax-cfl": "fedjax-cfl", "jax": "JAX", "python": "Python"}
+    days = [
+        datetime.date.fromtimestamp((Path(run_dir) / SUMMARY_FILE).stat().st_mtime).isoformat()
+        for run_dir in runs.get("run_dir", [])
+        if (Path(run_dir) / SUMMARY_FILE).is_file()
+    ]
+    facts = {
+        **{
+            words: ", ".join(dict.fromkeys(str(each[name]) for each in versions if name in each))
+            for name, words in names.items()
+        },
+        "hardware": ", ".join(dict.fromkeys(runs["devices"].dropna().map(str))),
+        "runs of": " to ".join(dict.fromkeys([min(days), max(days)])) if days else "",
+        "page of": datetime.date.today().isoformat(),
+    }
+    return {name: escape_text(value) for name, value in facts.items() if value}
+
+
+def join_overrides(asked: list[list[str]]) -> str:
+    """Returns the command of a sweep over all values of runs, "" where it would run others, too."""
+    values: dict[str, dict[str, None]] = {}
+    for name, _, value in (line.partition("=") for lines in asked for line in lines):
+        if name != "run_dir":
+            values.setdefault(name, {})[value] = None
+    product = int(np.prod([len(each) for each in values.values()]))
+    if not values or product != len({tuple(lines) for lines in asked}):
+        return ""
+    given = [f"{name}={','.join(each)}" for name, each in values.items()]
+    return " ".join(["fedjax-cfl", *(["-m"] if product > 1 else []), *given])
 
 
 def name_shared(runs: pd.DataFrame) -> dict[str, str]:
@@ -303,60 +359,30 @@ def name_shared(runs: pd.DataFrame) -> dict[str, str]:
     return {name: hide_path(*found) for name, found in values.items() if len(found) == 1}
 
 
-def _line(members: pd.DataFrame, names: list[str]) -> dict[str, Any]:
-    """Returns a set of runs as one line of the table."""
-    cells = []
-    for name in names:
-        mean, low, high, count = bootstrap_mean(members[name])
-        estimate = {"mean": mean, "low": low, "high": high, "seeds": count}
-        cells.append(format_estimate(estimate, *MEASURED[name][1:]))
-    seeds = " ".join(map(str, members["seed"]))
-    label = hide_path(members["label"].iloc[0])
-    return {"label": label, "seeds": seeds, "runs": len(members), "cells": cells}
-
-
 def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a line per pair of sets of runs."""
-    lines, nothing = [], {"seeds": 0}
+    lines = []
     for (one, other), members in list_differences(runs).groupby(["set", "minus"], sort=False):
-        rows: dict[Any, dict] = {row["measure"]: row for row in members.to_dict("records")}
-        cells = [
-            format_estimate(rows.get(name, nothing), *MEASURED[name][1:], sign="+")
-            for name in keep_known(PAIRED, runs)
-        ]
+        rows = {row["measure"]: row for row in members.to_dict("records")}
+        cells = [format_difference(rows.get(name), name) for name in keep_known(PAIRED, runs)]
         seeds = members["seeds"].max()
         lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
     return lines
 
 
-def format_estimate(
-    estimate: dict[str, Any], factor: float, digits: int | None, sign: str = ""
-) -> dict[str, Any]:
-    """Returns the texts of a mean, of its interval and of the tests of a difference (a row of
-    `list_differences`), and whether the interval, rounded as it is shown, excludes 0.
+def format_difference(row: dict[str, Any] | None, name: str) -> dict[str, Any]:
+    """Returns the texts of a difference, a row of `list_differences`, the mean first, and whether
+    the exact test says that it is one.
     """
-    if not estimate["seeds"]:
-        return {"mean": "-", "interval": "", "apart": False, "tests": []}
-    mean, low, high = (
-        format_number(estimate[name], factor, digits, sign) for name in ("mean", "low", "high")
-    )
-    rounded = [format_number(estimate[name], factor, digits) for name in ("low", "high")]
-    bounds, several = [float(text.replace(",", "")) for text in rounded], estimate["seeds"] > 1
-    return {
-        "mean": mean,
-        "interval": f"{low} to {high}" if several and bounds[0] < bounds[1] else "",
-        "apart": several and (bounds[0] > 0 or bounds[1] < 0),
-        "tests": format_tests(estimate) if several and "ahead" in estimate else [],
-    }
-
-
-def format_tests(tests: dict[str, Any]) -> list[str]:
-    """Returns what exact tests say of differences, in two lines."""
-    said = f"p {tests['p_mean']:.2g}, Wilcoxon {tests['p_wilcoxon']:.2g}, sign"
-    return [
-        f"{tests['ahead']} better, {tests['behind']} worse",
-        f"{said} {tests['p_sign']:.2g}",
-    ]
+    if row is None:
+        return {"texts": ["-"], "differs": False}
+    measure, seeds = MEASURES[name], row["seeds"]
+    texts = [format_mean((row["mean"], row["sd"], seeds), seeds, measure, sign="+")]
+    if seeds > 1:
+        bounds = [format_number(row[side], measure, "+") for side in ("low", "high")]
+        texts += [" to ".join(bounds), f"{row['ahead']} better, {row['behind']} worse"]
+        texts.append(f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}")
+    return {"texts": texts, "differs": bool(row["p_holm"] < ALPHA)}
 
 
 def main(argv: list[str]) -> int:
@@ -365,7 +391,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "runs", nargs="+", metavar="RUN_DIR", help="a run directory, or a folder to search for runs"
     )
-    parser.add_argument("-o", "--out", metavar="FILE", default="report.html")
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="default: report.html in the folder of all these runs"
+    )
     parser.add_argument(
         "--pictures", metavar="DIR", help="write the pictures as PNG, SVG and PDF files"
     )

@@ -94,11 +94,27 @@ def list_paths(paths: str | Path | Iterable[str | Path]) -> list[str | Path]:
     return [check_value("paths", each, str | Path) for each in paths]
 
 
-def find_runs(paths: Iterable[str | Path]) -> list[Path]:
-    """Returns the finished runs at or below `paths`, sorted, each once; prints which are left out
-    because they are unfinished.
+def sort_naturally(paths: Iterable[Path]) -> list[Path]:
+    """Returns paths in order, 2 before 10, as a sweep numbers its runs."""
+    return sorted(paths, key=lambda path: [(p.zfill(9), p) for p in re.split(r"(\d+)", str(path))])
+
+
+def common_folder(paths: Iterable[str | Path]) -> Path:
+    """Returns the folder that all of `paths` lie in, or are: files about runs go there unless
+    another is named.
     """
-    finished, begun = set(), dict[Path, str]()
+    paths = [*map(Path, paths)]
+    if len(paths) == 1:
+        return paths[0]
+    folder = Path(os.path.commonpath([path.absolute() for path in paths]))
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+
+
+def find_runs(paths: Iterable[str | Path]) -> list[Path]:
+    """Returns the finished runs at or below `paths`, in the order of these and of their names, each
+    once; prints which are left out because they are unfinished.
+    """
+    finished, begun = dict[Path, None](), dict[Path, str]()
     for path in map(Path, paths):
         if not path.is_dir():
             beside = path.parent.iterdir() if path.parent.is_dir() else ()
@@ -107,13 +123,14 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
                 f"no folder {str(path)!r}{suggest_nearest(path.name, siblings)}: expected a run"
                 " directory or a folder of runs"
             )
-        finished |= {file.parent.resolve() for file in path.rglob(results.SUMMARY_FILE)}
+        inside = sort_naturally(file.parent.resolve() for file in path.rglob(results.SUMMARY_FILE))
+        finished |= dict.fromkeys(inside)
         folders = [file.parent for file in path.rglob(results.METRICS_FILE)]
         # a run that was killed while it was compiled has nothing but its settings
         folders += [file.parent.parent for file in path.rglob(str(SETTINGS_FILE))]
         begun |= {folder.resolve(): str(folder) for folder in folders}
     skipped: dict[str, list[str]] = {f"no {results.SUMMARY_FILE}": [], "no evaluated round yet": []}
-    for run_dir in sorted(begun.keys() - finished):
+    for run_dir in sort_naturally(begun.keys() - finished.keys()):
         file = run_dir / results.METRICS_FILE
         evaluated = file.is_file() and file.stat().st_size > 0
         [*skipped.values()][not evaluated].append(begun[run_dir])
@@ -125,7 +142,7 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     if not finished:
         where = ", ".join(repr(str(path)) for path in paths)
         raise InputError(f"no finished run ({results.SUMMARY_FILE}) in {where}")
-    return sorted(finished)
+    return [*finished]
 
 
 def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
@@ -144,7 +161,10 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
     _check_texts(summary_file, overrides, shown=False)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
     last = rows[-1] if rows else {}
-    sent = [last[name] for name in ("units_down", "units_up") if last.get(name) is not None]
+    units, sent = (
+        [last[name] for name in (f"{what}_down", f"{what}_up") if last.get(name) is not None]
+        for what in ("units", "bytes")
+    )
     return {
         **summary,
         **name_parts(names, overrides),
@@ -160,7 +180,8 @@ def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
         }
         | _list_parts(run_dir),
         "rounds_to_target": None if target is None else results.rounds_to(rows, target),
-        "units": sum(sent) if sent else None,
+        "units": sum(units) if units else None,
+        "megabytes": sum(sent) / 1e6 if sent else None,
         "sim_time_s": last.get("sim_time_s") or None,  # 0: no clock
         "wall_s": last.get("wall_s"),
     }

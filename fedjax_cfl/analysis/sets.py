@@ -15,7 +15,14 @@ from typing import Any
 
 import pandas as pd
 
-from fedjax_cfl.analysis.runs import DATA, IDENTITY, MADE_OF, find_runs, read_run
+from fedjax_cfl.analysis.runs import (
+    DATA,
+    IDENTITY,
+    MADE_OF,
+    find_runs,
+    list_settings,
+    read_run,
+)
 from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
@@ -59,9 +66,9 @@ def add_shared_best(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the runs ordered by sets, with the names of their sets, `overrides` as the text of
-    what varies within the same names, and `pair`, what two runs share that are compared seed by
-    seed: the seed and the data.
+    """Returns the runs ordered by sets, in the order in which they were found, with the names of
+    their sets, `overrides` as the text of what varies within the same names, and `pair`, what two
+    runs share that are compared seed by seed: the seed and the data.
     """
     runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
     runs[[*IDENTITY]] = runs[[*IDENTITY]].map(_name)
@@ -78,13 +85,22 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
         for place, run in zip(same.index, same.to_dict("records"), strict=True):
             varied = {name: run["overrides"][name] for name in swept if name in run["overrides"]}
             extra = escape_text(" ".join(f"{name}={value}" for name, value in varied.items()))
-            said = [f"{short[name]}={shorten_value(value)}" for name, value in varied.items()]
-            label = " ".join([*(run[name] for name in varying), *said])
-            method = " ".join([*(run[name] for name in varying if name not in DATA), *said])
+            values = list_defaults(run, swept) | varied
+            settings = [f"{short[n]}={shorten_value(values[n])}" for n in swept if n in values]
+            label = " ".join([*(run[name] for name in varying), *settings])
+            method = " ".join([*(run[name] for name in varying if name not in DATA), *settings])
             labels[place] = {"overrides": extra, "label": label, "method": method}
     named = pd.DataFrame([labels[place] for place in runs.index], runs.index)
     runs = runs.assign(**{str(name): named[name] for name in named})
-    return runs.sort_values([*IDENTITY, "overrides"], kind="stable", ignore_index=True)
+    order = runs.groupby([*IDENTITY, "overrides"], sort=False).ngroup()
+    return runs.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
+
+
+def list_defaults(run: dict[str, Any], swept: list[str]) -> dict[str, str]:
+    """Returns what a run has of the settings that others of its name were given, as 3 (default)."""
+    names = [name for name in swept if name not in run["overrides"] and MADE_OF not in name]
+    settings = list_settings(run["run_dir"]) if names and "run_dir" in run else {}
+    return {name: f"{settings[name]} (default)" for name in names if name in settings}
 
 
 def _name(value: Any) -> str:

@@ -1,5 +1,5 @@
 """Means over seeds with bootstrap intervals, and differences between methods seed by seed, with
-exact tests.
+an exact test that is corrected for the number of comparisons.
 """
 
 import itertools
@@ -16,14 +16,12 @@ from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 from fedjax_cfl.scores import SCORES, find_owner
 
 RESAMPLES, LEVEL = 10_000, 0.95
+ALPHA, MIN_SEEDS = 0.05, 6  # below six seeds the exact test cannot say less than 0.05
 MAX_FLIPPED = 13  # values of which all signs are tried
 MAX_PAIRED_SETS = 6  # on the same data; beyond it all are compared with the best one only
 DIGITS = 14  # of scores; what floats add to their differences is beyond
 # measures that pairs of sets are compared by
-PAIRED = (
-    *(f"{part}_{score.name}" for score in SCORES for part in ("final", "shared_best", "worst10")),
-    "ari",
-)
+PAIRED = (*(f"{name}_{score.name}" for name in ("final", "worst10") for score in SCORES), "ari")
 
 
 class Estimate(NamedTuple):
@@ -33,19 +31,6 @@ class Estimate(NamedTuple):
     low: float
     high: float
     values: int  # how many there are
-
-
-class PairedTests(NamedTuple):
-    """What exact tests say of differences, two-sided: the chance of differences at least as far
-    from 0 if each were as likely to have the other sign. Of n seeds none is below 2 / 2^n: 0.25 for
-    three, 0.0625 for five, so that fewer than six can never be below 0.05.
-    """
-
-    ahead: int  # of the differences that are not 0, how many are better: above, of RMSE below
-    behind: int
-    p_mean: float  # Fisher's randomisation test: by the mean
-    p_wilcoxon: float  # signed ranks: one seed that is far off counts no more than its rank
-    p_sign: float  # signs alone: counts seeds, whatever their size
 
 
 def bootstrap_mean(values: ArrayLike) -> Estimate:
@@ -60,8 +45,8 @@ def bootstrap_mean(values: ArrayLike) -> Estimate:
     if kept.size < 2:
         return Estimate(mean, math.nan, math.nan, kept.size)
     options = {"n_resamples": RESAMPLES, "confidence_level": LEVEL, "method": "percentile"}
-    found = stats.bootstrap((kept,), np.mean, **options, rng=0).confidence_interval
-    return Estimate(mean, float(found.low), float(found.high), kept.size)
+    interval = stats.bootstrap((kept,), np.mean, **options, rng=0).confidence_interval
+    return Estimate(mean, float(interval.low), float(interval.high), kept.size)
 
 
 def subtract(one: ArrayLike, other: ArrayLike) -> np.ndarray:
@@ -88,31 +73,33 @@ def find_chance(differences: ArrayLike) -> float:
     count = 2**values.size if values.size <= MAX_FLIPPED else RESAMPLES
     # in units of the largest, so that what rounding leaves of a sum of 0 is below SciPy's tolerance
     values = np.round(values / np.abs(values).max(), DIGITS)
-    found = stats.permutation_test(
+    test = stats.permutation_test(
         (values,), _round_sum, permutation_type="samples", n_resamples=count, rng=0
     )
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def _round_sum(values: np.ndarray, axis: int) -> np.ndarray:
     return np.round(values.sum(axis), DIGITS - 2)
 
 
-def compute_tests(differences: ArrayLike, higher: bool = True) -> PairedTests:
-    """Returns what exact tests say of differences [n]. Those of 0 say nothing about signs and
-    ranks, and are left out there. `higher`: the higher the better.
+def correct_holm(chances: ArrayLike) -> np.ndarray:
+    """Returns chances [k] corrected for their number by Holm (1979); those that are NaN stay it and
+    do not count.
     """
-    values = np.asarray(differences, float)
-    moved = values[values != 0]
-    ranks = np.sign(moved) * stats.rankdata(np.abs(moved))
-    above, below = int((values > 0).sum()), int((values < 0).sum())
-    empty = 1.0 if values.size else math.nan
-    return PairedTests(
-        *((above, below) if higher else (below, above)),
-        find_chance(values),
-        find_chance(ranks) if moved.size else empty,
-        float(stats.binomtest(above, moved.size).pvalue) if moved.size else empty,
-    )
+    chances = np.asarray(chances, float)
+    order = np.argsort(chances)[: np.isfinite(chances).sum()]  # NaN is last
+    steps = np.maximum.accumulate(np.arange(len(order), 0, -1) * chances[order])
+    corrected = np.full(len(chances), np.nan)
+    corrected[order] = np.minimum(steps, 1.0)
+    return corrected
+
+
+def count_seeds(comparisons: int) -> int:
+    """Returns how many seeds it takes for so many comparisons to be below ALPHA after Holm's
+    correction, if every seed agrees.
+    """
+    return max(MIN_SEEDS, math.floor(math.log2(2 * max(1, comparisons) / ALPHA)) + 1)
 
 
 def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
@@ -149,18 +136,22 @@ def list_gaps(one: pd.DataFrame, other: pd.DataFrame, measure: str) -> np.ndarra
 
 def list_differences(runs: pd.DataFrame, measures: Sequence[str] = PAIRED) -> pd.DataFrame:
     """Returns a row per pair of sets of runs (see `list_pairs`) and measure that they share seeds
-    of: the mean difference, its interval and the exact tests.
+    of: the mean difference with its sd and interval, in how many seeds the first set is better and
+    worse, and the exact test's `p`, in `p_holm` corrected for all pairs of its measure.
     """
-    found = []
+    rows = []
     for one, other in list_pairs(runs):
         for measure in measures:
             gaps, owner = list_gaps(one, other, measure), find_owner(measure)
             if not gaps.size:
                 continue
-            mean = bootstrap_mean(gaps)
+            better = gaps if owner is None or owner.higher else -gaps
+            mean, low, high, seeds = bootstrap_mean(gaps)
+            sd = gaps.std(ddof=1) if seeds > 1 else math.nan
             row = {"set": one["label"].iloc[0], "minus": other["label"].iloc[0], "measure": measure}
-            row |= {"seeds": mean.values, "mean": mean.mean, "low": mean.low, "high": mean.high}
-            tests = compute_tests(gaps, higher=owner is None or owner.higher)
-            found.append(row | tests._asdict())
-    names = ["set", "minus", "measure", "seeds", "mean", "low", "high", *PairedTests._fields]
-    return pd.DataFrame(found, columns=names)
+            row |= {"seeds": seeds, "mean": mean, "sd": sd, "low": low, "high": high}
+            row |= {"ahead": int((better > 0).sum()), "behind": int((better < 0).sum())}
+            rows.append(row | {"p": find_chance(gaps)})
+    names = "set minus measure seeds mean sd low high ahead behind p".split()
+    table = pd.DataFrame(rows, columns=names)
+    return table.assign(p_holm=table.groupby("measure")["p"].transform(correct_holm))

@@ -1,50 +1,93 @@
-"""The measures of runs, and tables of them as people read them."""
+"""The measures that runs are compared by, and tables of them as people read them."""
 
 import math
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-# name in the CSV -> heading, factor and decimals of the printed table, None: four digits
-MEASURES: dict[str, tuple[str, float, int | None]] = {
-    "best_accuracy": ("best %", 100, 2),
-    "evaluations": ("of so many tests", 1, 0),
-    "shared_best_accuracy": ("best % of shared tests", 100, 2),
-    "shared_evaluations": ("shared tests", 1, 0),
-    "final_accuracy": ("final %", 100, 2),
-    "last10_evals_accuracy": ("last 10 tests %", 100, 2),
-    "chosen_round": ("round chosen on validation", 1, 1),
-    "macro_accuracy": ("macro %", 100, 2),
-    "worst10_accuracy": ("worst 10 %", 100, 2),
-    "best_rmse": ("best RMSE", 1, None),
-    "shared_best_rmse": ("best RMSE of shared tests", 1, None),
-    "final_rmse": ("final RMSE", 1, None),
-    "last10_evals_rmse": ("last 10 tests RMSE", 1, None),
-    "macro_rmse": ("macro RMSE", 1, None),
-    "worst10_rmse": ("worst 10 % RMSE", 1, None),
-    "mae": ("MAE", 1, None),
-    "r2": ("R2", 1, 3),
-    "best_micro_f1": ("best micro-F1 %", 100, 2),
-    "shared_best_micro_f1": ("best micro-F1 % of shared tests", 100, 2),
-    "final_micro_f1": ("final micro-F1 %", 100, 2),
-    "last10_evals_micro_f1": ("last 10 tests micro-F1 %", 100, 2),
-    "macro_micro_f1": ("mean of clients' micro-F1 %", 100, 2),
-    "worst10_micro_f1": ("worst 10 % micro-F1 %", 100, 2),
-    "label_f1": ("macro-F1 %", 100, 2),
-    "exact_match": ("exact match %", 100, 2),
-    "ari": ("ARI", 1, 3),
-    "rounds_to_target": ("rounds to target", 1, 1),
-    "accuracy_gain": ("gain %", 100, 2),
-    "rmse_reduction": ("RMSE lower by", 1, None),
-    "f1_gain": ("micro-F1 gain %", 100, 2),
-    "speedup": ("speed-up", 1, 2),
-    "units": ("models down + up", 1, 0),
-    "sim_time_s": ("simulated s", 1, 1),
-    "wall_s": ("wall s", 1, 1),
+from fedjax_cfl.scores import SCORES
+
+UNITS = {"accuracy": "%", "rmse": "RMSE", "micro_f1": "micro-F1 %"}
+
+
+class Measure(NamedTuple):
+    """How a measure is shown."""
+
+    heading: str
+    factor: float = 1
+    digits: int | None = None  # decimals, None: four digits in all
+    cost: bool = False  # the smallest is best, and a spread of 0 is not shown
+    words: str = ""  # in a caption, "": its heading
+
+
+def list_scores(name: str, words: str) -> dict[str, Measure]:
+    """Returns a measure of every score, as final_accuracy and final_rmse, by its field."""
+    return {
+        f"{name}_{score.name}": Measure(
+            f"{words} {UNITS[score.name]}".replace("% %", "%"),
+            100 if score.percent else 1,
+            2 if score.percent else None,
+            words=f"test {score.words}{' in %' if score.percent else ''}, {words}",
+        )
+        for score in SCORES
+    }
+
+
+# by field of compare.csv, the most important first: a narrow terminal shows no more than fit
+MEASURES: dict[str, Measure] = {
+    **list_scores("final", "final"),
+    "mae": Measure("MAE"),
+    "r2": Measure("R2", 1, 3),
+    "label_f1": Measure("macro-F1 %", 100, 2),
+    "exact_match": Measure("exact match %", 100, 2),
+    **list_scores("worst10", "worst 10 %"),
+    "ari": Measure("ARI", 1, 3),
+    "accuracy_gain": Measure("gain %", 100, 2),
+    "rmse_reduction": Measure("RMSE lower by"),
+    "f1_gain": Measure("micro-F1 gain %", 100, 2),
+    "speedup": Measure("speed-up", 1, 2),
+    "rounds_to_target": Measure("rounds to target", 1, 1, cost=True),
+    "chosen_round": Measure("round chosen on validation", 1, 1, cost=True),
+    "units": Measure("models down + up", 1, 0, cost=True),
+    "megabytes": Measure("MB down + up", 1, 1, cost=True),
+    "local_steps": Measure("local steps", 1, 0, cost=True),
+    "sim_time_s": Measure("simulated s", 1, 1, cost=True),
+    **list_scores("macro", "mean over clients"),
+    **list_scores("last10_evals", "last 10 tests"),
+    **list_scores("best", "best over tests"),
+    "evaluations": Measure("tests that count", 1, 0, cost=True),
+    **list_scores("shared_best", "best over shared tests"),
+    "shared_evaluations": Measure("shared tests", 1, 0, cost=True),
+    "wall_s": Measure("wall s", 1, 1, cost=True),
 }
+# as papers write them; other names stay as they are
+PAPER_NAMES = {
+    "adaptive_fedavg": "Adaptive-FedAvg", "apfl": "APFL", "auxo": "Auxo", "celeba": "CelebA",
+    "centralised": "Central", "cfl": "CFL", "cfl_gp": "CFL-GP", "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100", "clove": "CLoVE", "ditto": "Ditto", "fashion_mnist": "Fashion-MNIST",
+    "fedadagrad": "FedAdagrad", "fedadam": "FedAdam", "fedala": "FedALA", "fedavg": "FedAvg",
+    "fedavgm": "FedAvgM", "fedbabu": "FedBABU", "fedbn": "FedBN", "fedclust": "FedClust",
+    "fedcluster": "FedCluster", "feddane": "FedDANE", "feddist": "FedDist", "feddrift": "FedDrift",
+    "feddrift_eager": "FedDrift-Eager", "feddws": "FedDWS", "feddyn": "FedDyn", "fedem": "FedEM",
+    "fedfomo": "FedFomo", "fedgroup": "FedGroup", "fedgrouprox": "FedGrouProx", "fedgwc": "FedGWC",
+    "fednova": "FedNova", "fedper": "FedPer", "fedprox": "FedProx", "fedrc": "FedRC",
+    "fedrep": "FedRep", "fedsgd": "FedSGD", "fedsoft": "FedSoft", "fedyogi": "FedYogi",
+    "femnist": "FEMNIST", "fesem": "FeSEM", "fesem_ma": "FeSEM-MA", "fesem_mig": "FeSEM+",
+    "fielding": "Fielding", "fielding_global": "Fielding-Global",
+    "fielding_individual": "Fielding-Individual", "fielding_selected": "Fielding-Selected",
+    "fielding_static": "Fielding-Static", "fine_tune": "Fine-tuning", "fl_hc": "FL+HC",
+    "flash": "FLASH", "flexcfl": "FlexCFL", "flux": "FLUX", "hypocluster": "HypCluster",
+    "ifca": "IFCA", "ifca_gradient": "IFCA-Gradient", "ifca_mig": "IFCA+",
+    "ifca_restarts": "IFCA-Restarts", "known_groups": "Known groups", "lg_fedavg": "LG-FedAvg",
+    "md_icfl": "MD-ICFL", "mnist": "MNIST", "moon": "MOON", "nonfed": "Local", "pacfl": "PACFL",
+    "per_fedavg": "Per-FedAvg", "pfedme": "pFedMe", "qfedavg": "q-FedAvg", "rac": "RAC",
+    "rcc": "RCC", "scaffold": "SCAFFOLD", "sent140": "Sent140", "shakespeare": "Shakespeare",
+    "stocfl": "StoCFL", "tkm": "TKM", "wecfl": "WeCFL",
+}  # fmt: skip
 
 
 def list_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
@@ -53,41 +96,60 @@ def list_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in rows]
 
 
-def format_number(value: float, factor: float, digits: int | None, sign: str = "") -> str:
-    """Returns a number in a measure's units, see `MEASURES`; a `sign` of "+" is always shown."""
-    return f"{factor * value:{sign},.{digits}f}" if digits is not None else f"{value:{sign}.4g}"
+def format_number(value: float, measure: Measure, sign: str = "") -> str:
+    """Returns a number in a measure's units; a `sign` of "+" is always shown."""
+    if measure.digits is None:
+        return f"{measure.factor * value:{sign}.4g}"
+    return f"{measure.factor * value:{sign},.{measure.digits}f}"
 
 
 def format_mean(
-    estimate: tuple[float, float, int], runs: int, measure: str, plus: str = " ± "
+    estimate: tuple[float, float, int],
+    runs: int,
+    measure: Measure,
+    plus: str = " ± ",
+    sign: str = "",
 ) -> str:
     """Returns a mean of (mean, sd, number of values) with its sd, - where there is no value; of
     fewer values than `runs` it says so, for it would flatter a method. Both numbers have the same
     decimals: where those of `measure` are None, those of four digits of the mean. One value has no
-    sd, and a number of tests only one above 0.
+    sd, and a cost that is the same for all runs shows none.
     """
-    (mean, sd, values), (_, factor, digits) = estimate, MEASURES[measure]
+    mean, sd, values = estimate
     if not values:
         return "-"
-    several = values > 1 and (sd > 0 or "evaluations" not in measure)
-    if several and digits is None and 1e-4 <= abs(mean) < 1e4:
-        digits = 3 - math.floor(math.log10(abs(mean)))
-    shown = (mean, sd) if several else (mean,)
-    text = plus.join(format_number(value, factor, digits) for value in shown)
+    several = values > 1 and (not measure.cost or round(measure.factor * sd, measure.digits) > 0)
+    if several and measure.digits is None and 1e-4 <= abs(mean) < 1e4:
+        measure = measure._replace(digits=3 - math.floor(math.log10(abs(mean))))
+    text = format_number(mean, measure, sign)
+    text += plus + format_number(sd, measure) if several else ""
     return text + (f" ({values}/{runs})" if values < runs else "")
 
 
-def print_table(title: str, header: list[str], *lines: list[str]) -> None:
-    """Prints a table on the terminal, of texts in rich's markup."""
-    table = Table(title=title, title_justify="left")
-    label = max(len(line[0]) for line in lines)
-    table.add_column(header[0], min_width=min(36, label), overflow="fold")
-    for heading in header[1:]:
-        table.add_column(heading, justify="right", overflow="fold")
+def print_table(title: str, header: list[str], *lines: list[str], where: str = "") -> None:
+    """Prints a table of texts in rich's markup. A terminal that is too narrow gets the first
+    columns, and a line that names the others and says `where` they are; redirected output has all.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 10_000)
+    cells = [[Text.from_markup(text).cell_len for text in line] for line in lines]
+    widths = [
+        max(*(line[n] for line in cells), *(len(word) for word in heading.split() or [""]))
+        for n, heading in enumerate(header)
+    ]
+    label = min(widths[0], max(12, console.width // 4))
+    ends = [label + 4 + sum(width + 3 for width in widths[1:n]) for n in range(1, len(header) + 1)]
+    shown = max(2, sum(end <= console.width for end in ends))
+    console.print(title, highlight=False, markup=False)
+    table = Table()
+    table.add_column(header[0], min_width=label, overflow="fold")
+    for heading, width in zip(header[1:shown], widths[1:], strict=False):
+        table.add_column(heading, justify="right", overflow="fold", min_width=width)
     for line in lines:
-        table.add_row(*line)
-    # redirected output has no width of its own
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+        table.add_row(*line[:shown])
+    console.print(table)
+    if shown < len(header):
+        rest = ", ".join(header[shown:])
+        console.print(f"not shown here, but {where}: {rest}", highlight=False, markup=False)
 
 
 def format_markdown(header: list[str], *lines: list[str]) -> str:

@@ -118,7 +118,8 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     ]
     lines = [[escape_markup(text) for text in line] for line in lines]
     header = [*(best.settings or ["settings"]), "validation", "models sent", "not finite"]
-    print_table(f"{kind.words}, mean over clients, the chosen one first", header, *lines)
+    title = f"{kind.words}, mean over clients, the chosen one first"
+    print_table(title, header, *lines, where="in trials.csv")
     if spoilt := sum(trial.nonfinite > 0 for trial in trials):
         print(
             f"{spoilt} of {len(trials)} trials had updates of clients that were not finite: they"
