@@ -11,19 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from fedjax_cfl.analysis import plot, plot_costs, sets, statistics, tables
 from fedjax_cfl.analysis.pivot import OF_TASK, make_pivot, write_pivot
-from fedjax_cfl.analysis.plot import format_written, save_pictures
-from fedjax_cfl.analysis.plot_costs import draw_costs
 from fedjax_cfl.analysis.runs import common_folder
-from fedjax_cfl.analysis.sets import list_measures, read_sets, split_sets
-from fedjax_cfl.analysis.statistics import list_differences
-from fedjax_cfl.analysis.tables import (
-    MEASURES,
-    format_markdown,
-    format_mean,
-    list_records,
-    print_table,
-)
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import write_columns, write_text
@@ -53,20 +43,20 @@ def compare(
     if decimals is not None and not 0 <= decimals <= 6:
         raise InputError(f"--decimals {decimals}: between 0 and 6 is allowed")
     runs, table = compare_runs(paths, target, baseline, pivot, measure)
-    measured, differences = list_measures(runs), list_differences(runs)
+    measured, differences = sets.list_measures(runs), statistics.list_differences(runs)
     grid, out = format_sets(runs, measured, target), Path(out or common_folder(paths))
     try:
         out.mkdir(parents=True, exist_ok=True)
         before = {path.name for path in out.iterdir()}
         marked = [[escape_markup(text) for text in line] for line in grid]
-        print_table(SPREAD, *marked, where=f"in {out / 'compare.csv'}")
+        tables.print_table(SPREAD, *marked, where=f"in {out / 'compare.csv'}")
         plain = [[escape_markdown(text) for text in line] for line in grid]
-        write_columns(out / "compare.csv", list_records(measured))
-        write_text(out / "compare.md", format_markdown(*plain))
-        pictures = save_pictures(draw_costs(runs), out / "compare")
+        write_columns(out / "compare.csv", tables.list_records(measured))
+        write_text(out / "compare.md", tables.format_markdown(*plain))
+        pictures = plot.save_pictures(plot_costs.draw_costs(runs), out / "compare")
         written = ["compare.csv", "compare.md", *(path.name for path in pictures)]
         if len(differences):
-            write_columns(out / "differences.csv", list_records(differences))
+            write_columns(out / "differences.csv", tables.list_records(differences))
             written.append("differences.csv")
         if table is not None:
             write_pivot(table, out, transpose, decimals)
@@ -78,7 +68,7 @@ def compare(
             f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
             " if need be"
         ) from None
-    print(f"wrote {format_written(written, before)} in {out}")
+    print(f"wrote {plot.format_written(written, before)} in {out}")
     return measured
 
 
@@ -102,7 +92,7 @@ def compare_runs(
     """
     if target is not None and not target > 0:
         raise InputError(f"target must be a score above 0, as 0.8 of accuracy, not {target}")
-    runs = read_sets(paths, target, baseline)
+    runs = sets.read_sets(paths, target, baseline)
     shares = [score.words for score in map(score_of, runs["rows"]) if score.percent]
     if target is not None and target > 1 and shares:
         raise InputError(f"target must be a share in (0, 1], as {shares[0]} is, not {target}")
@@ -112,7 +102,7 @@ def compare_runs(
 
 def print_notes(runs: pd.DataFrame, baseline: str | None) -> None:
     """Prints what makes numbers of sets of runs less than they seem."""
-    for label, members in split_sets(runs):
+    for label, members in sets.split_sets(runs):
         if members["seed"].astype(str).duplicated().any():
             print(
                 f"note: {label} holds the same seed more than once (seeds"
@@ -136,29 +126,17 @@ def format_sets(
     """Returns the lines of the table, the first one its headings; `measured` is `list_measures` of
     the runs.
     """
-    shown = {name: MEASURES[name] for name in list_shown(runs)}
+    shown = {name: m for name, m in tables.MEASURES.items() if runs[name].notna().any()}
     if target is not None and "rounds_to_target" in shown:
         shares = score_of(runs["rows"].iloc[0]).percent
         words = f"rounds to {100 * target:g} %" if shares else f"rounds to RMSE {target:g}"
-        shown["rounds_to_target"] = MEASURES["rounds_to_target"]._replace(heading=words)
+        shown["rounds_to_target"] = tables.MEASURES["rounds_to_target"]._replace(heading=words)
     lines = [["runs of", "n", *(measure.heading for measure in shown.values())]]
     for row in measured.to_dict("records"):
-        cells = [
-            format_mean(tuple(row[f"{n}_{part}"] for part in ("mean", "sd", "n")), row["runs"], m)
-            for n, m in shown.items()
-        ]
+        estimates = [tuple(row[f"{n}_{part}"] for part in ("mean", "sd", "n")) for n in shown]
+        cells = map(tables.format_mean, estimates, [row["runs"]] * len(shown), shown.values())
         lines.append([row["label"], str(row["runs"]), *cells])
     return lines
-
-
-def list_shown(runs: pd.DataFrame) -> list[str]:
-    """Returns the measures that a table shows: those that some run has, and the best over shared
-    tests only where it is over fewer than some set's own.
-    """
-    means = runs.groupby("label")[["evaluations", "shared_evaluations"]].mean()
-    fewer = (means["evaluations"] != means["shared_evaluations"]).any()
-    known = [name for name in MEASURES if runs[name].notna().any()]
-    return [name for name in known if fewer or not name.startswith("shared_")]
 
 
 def main(argv: list[str]) -> int:
@@ -195,7 +173,7 @@ def main(argv: list[str]) -> int:
         default="final",
         metavar="NAME",
         help="what --pivot shows (default: final); of each task its own score:"
-        f" {', '.join(OF_TASK)}; or {', '.join(MEASURES)}",
+        f" {', '.join(OF_TASK)}; or {', '.join(tables.MEASURES)}",
     )
     parser.add_argument(
         "--transpose", action="store_true", help="exchange rows and columns of the --pivot"

@@ -7,27 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
+from fedjax_cfl.analysis import sets, statistics, tables
 from fedjax_cfl.analysis.runs import IDENTITY, list_settings
-from fedjax_cfl.analysis.sets import keep_known, list_measures, score_of_set, split_sets
-from fedjax_cfl.analysis.statistics import (
-    ALPHA,
-    MIN_SEEDS,
-    correct_holm,
-    count_seeds,
-    find_chance,
-    list_gaps,
-)
-from fedjax_cfl.analysis.tables import (
-    MEASURES,
-    PAPER_NAMES,
-    format_markdown,
-    format_mean,
-    list_records,
-    print_table,
-)
 from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.formatting import escape_latex, escape_markdown, escape_markup
 from fedjax_cfl.runs.results import write_columns, write_text
@@ -35,7 +18,7 @@ from fedjax_cfl.runs.results import write_columns, write_text
 # settings that choose an option, which a summary names
 NAMED = (*IDENTITY, "concept", "drift")
 # measures that are each task's own: final is final_accuracy, of a regression final_rmse
-OF_TASK = ("final", "worst10", "macro", "last10_evals", "best", "shared_best")
+OF_TASK = ("final", "worst10", "macro", "last10_evals", "best")
 PLAIN, FIRST, BEST = "plain", "first", "best"  # FIRST: the best mean, but not BEST beyond chance
 PAGE = 85  # characters of a line that a page of LaTeX has room for
 
@@ -51,7 +34,7 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "fina
     """
     check_measure(runs, measure)
     names = {*rows.split("+"), *columns.split("+")}
-    settings = {label: _read_settings(members, names) for label, members in split_sets(runs)}
+    settings = {label: _read_settings(members, names) for label, members in sets.split_sets(runs)}
     for axis, each in (("rows", rows), ("columns", columns)):
         check_names([*settings.values()], each, axis)
     places = {
@@ -76,31 +59,30 @@ def fill_cells(
     many values and runs, and its rank, see `rank_cells`; a column of several measures has no best.
     `places` are the row and column of each set of runs by its label.
     """
-    sets, cells = dict(split_sets(runs)), []
-    for cell in list_measures(runs).to_dict("records"):
+    members, cells = dict(sets.split_sets(runs)), []
+    for cell in sets.list_measures(runs).to_dict("records"):
         label = cell["label"]
-        field = f"{measure}_{score_of_set(sets[label]).name}" if measure in OF_TASK else measure
+        own = f"_{sets.score_of_set(members[label]).name}" if measure in OF_TASK else ""
+        field = f"{measure}{own}"
         row, column = places[label]
         numbers = {"mean": cell[f"{field}_mean"], "sd": cell[f"{field}_sd"]}
         counts = {"values": cell[f"{field}_n"], "runs": cell["runs"]}
         cells.append({"row": row, "column": column, "measure": field, **numbers, **counts})
-    table, labels = pd.DataFrame(cells), np.array([*sets])
+    table, labels, ranks = pd.DataFrame(cells).assign(rank=PLAIN), [*members], []
     for _, same in table.groupby("column"):
         one = same["measure"].nunique() == 1
-        inside = {place: sets[labels[place]] for place in same.index}
-        table.loc[same.index, "rank"] = (
-            rank_cells(inside, same["measure"].iloc[0]) if one else pd.Series(PLAIN, same.index)
-        )
-    return table
+        inside = {place: members[labels[place]] for place in same.index}
+        ranks.append(rank_cells(inside, same["measure"].iloc[0]) if one else same["rank"])
+    return table.assign(rank=pd.concat(ranks))
 
 
 def check_measure(runs: pd.DataFrame, measure: str) -> None:
     """Raises InputError for a measure that does not exist, or that none of the runs has."""
-    if measure not in (*OF_TASK, *MEASURES):
-        options = suggest_options(measure, [*OF_TASK, *MEASURES])
+    if measure not in (*OF_TASK, *tables.MEASURES):
+        options = suggest_options(measure, [*OF_TASK, *tables.MEASURES])
         raise InputError(f"--measure {measure}: unknown measure{options}")
-    if measure not in (*OF_TASK, *keep_known([measure], runs)):
-        name = score_of_set(runs).name
+    if measure not in (*OF_TASK, *sets.keep_known([measure], runs)):
+        name = sets.score_of_set(runs).name
         raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
 
 
@@ -124,7 +106,7 @@ def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
 def _name_place(settings: dict[str, Any], names: str) -> str:
     """Returns the row or column of a set of runs, by those of the settings `names` that it has."""
     words = [
-        PAPER_NAMES.get(str(settings[name]), str(settings[name]))
+        tables.PAPER_NAMES.get(str(settings[name]), str(settings[name]))
         if name in NAMED
         else f"{name.rpartition('.')[2]}={settings[name]}"
         for name in names.split("+")
@@ -138,18 +120,18 @@ def rank_cells(inside: Mapping[Any, pd.DataFrame], measure: str) -> pd.Series:
     exact test says of it and of each other set, over `MIN_SEEDS` shared seeds at least and after
     Holm's correction, that chance alone is less likely than ALPHA; else FIRST. Others are PLAIN.
     """
-    lower = MEASURES[measure].cost or measure.endswith(("rmse", "mae"))
+    lower = tables.MEASURES[measure].cost or measure.endswith(("rmse", "mae"))
     means = pd.Series({key: members[measure].mean() for key, members in inside.items()})
-    ranks = pd.Series(PLAIN, means.index)
+    ranks = dict.fromkeys(inside, PLAIN)
     if means.count() < 2:
-        return ranks
+        return pd.Series(ranks)
     best = means.idxmin() if lower else means.idxmax()
     others = means.dropna().drop(best).index
-    gaps = [list_gaps(inside[best], inside[other], measure) for other in others]
-    chances = correct_holm([find_chance(each) for each in gaps])
-    enough = min(each.size for each in gaps) >= MIN_SEEDS
-    ranks[best] = BEST if enough and (chances < ALPHA).all() else FIRST
-    return ranks
+    gaps = [statistics.list_gaps(inside[best], inside[other], measure) for other in others]
+    chances = statistics.correct_holm([statistics.find_chance(each) for each in gaps])
+    enough = min(each.size for each in gaps) >= statistics.MIN_SEEDS
+    ranks[best] = BEST if enough and (chances < statistics.ALPHA).all() else FIRST
+    return pd.Series(ranks)
 
 
 def lay_out(
@@ -167,12 +149,13 @@ def lay_out(
     numbers, None: of each measure its own.
     """
     texts = []
-    for cell in pivot.itertuples():
-        measure = MEASURES[cell.measure]
+    for cell in tables.list_records(pivot):
+        measure = tables.MEASURES[cell["measure"]]
         if decimals is not None:
             measure = measure._replace(digits=decimals)
-        text = format_mean((cell.mean, cell.sd, cell.values), cell.runs, measure, plus)
-        texts.append(bold.format(text) if cell.rank == BEST else text)
+        estimate = cell["mean"], cell["sd"] or 0.0, cell["values"]
+        text = tables.format_mean(estimate, cell["runs"], measure, plus)
+        texts.append(bold.format(text) if cell["rank"] == BEST else text)
     shown = pivot.assign(text=pd.Series(texts, pivot.index, dtype=object))
     grid = shown.pivot(index="row", columns="column", values="text").fillna("-")
     grid = grid.loc[pivot["row"].unique(), pivot["column"].unique()]
@@ -182,8 +165,8 @@ def lay_out(
         shown = pivot.groupby(axis)["measure"].unique()
         # each line says what it shows where others show something else
         each = several and shown.map(len).max() == 1
-        words = {n: f"{n}, {MEASURES[shown[n][0]].heading}" if each else n for n in shown.index}
-        setattr(grid, names, [escape(words[n]) for n in getattr(grid, names)])
+        more = {n: f", {tables.MEASURES[shown[n][0]].heading}" if each else "" for n in shown.index}
+        setattr(grid, names, [escape(f"{n}{more[n]}") for n in getattr(grid, names)])
     grid = grid.T if transpose else grid
     return [
         ["", *grid.columns],
@@ -195,13 +178,13 @@ def describe(pivot: pd.DataFrame, transpose: bool = False) -> str:
     """Returns what the numbers and what is bold are, for a caption."""
     least, most = pivot["runs"].min(), pivot["runs"].max()
     runs = f"{least} to {most}" if least < most else f"{least}"
-    measures = [MEASURES[name] for name in pivot["measure"].unique()]
+    measures = [tables.MEASURES[name] for name in pivot["measure"].unique()]
     shown = " and ".join(measure.words or measure.heading for measure in measures)
     line, rivals = "row" if transpose else "column", pivot["column"].value_counts().max() - 1
-    test = f"an exact paired test, p < {ALPHA} after Holm's correction"
+    test = f"an exact paired test, p < {statistics.ALPHA} after Holm's correction"
     bold = f"Bold: the best mean of its {line}, if it differs from every other in it by {test}."
     if not (pivot["rank"] == BEST).any():
-        needed = count_seeds(rivals)
+        needed = statistics.count_seeds(rivals)
         bold = f"Nothing is bold: no best mean of a {line} differs from every other by {test}"
         bold += f", which takes {needed} seeds or more." if most < needed else "."
     return f"{shown[0].upper()}{shown[1:]}: mean ± sample sd over {runs} seeds. {bold}"
@@ -213,9 +196,9 @@ def write_pivot(
     """Prints the table and writes pivot.csv, pivot.md and pivot.tex into `out`."""
     caption, shape = describe(pivot, transpose), {"transpose": transpose, "decimals": decimals}
     grid = lay_out(pivot, escape_markup, "[bold]{}[/bold]", **shape)
-    print_table(caption, *grid, where=f"in {out / 'pivot.csv'}")
-    write_columns(out / "pivot.csv", list_records(pivot))
-    text = format_markdown(*lay_out(pivot, escape_markdown, "**{}**", **shape))
+    tables.print_table(caption, *grid, where=f"in {out / 'pivot.csv'}")
+    write_columns(out / "pivot.csv", tables.list_records(pivot))
+    text = tables.format_markdown(*lay_out(pivot, escape_markdown, "**{}**", **shape))
     write_text(out / "pivot.md", f"{text}\n{caption}\n")
     grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ", **shape)
     write_text(out / "pivot.tex", format_latex(grid, caption, pivot["measure"].iloc[0]))

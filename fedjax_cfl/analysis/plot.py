@@ -16,16 +16,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fedjax_cfl.formatting import escape_plot
+from fedjax_cfl.runs import results
 from fedjax_cfl.runs.display import title
-from fedjax_cfl.runs.results import (
-    CLIENTS_FILE,
-    atomic_write,
-    read_clients,
-    read_metrics,
-    read_summary,
-    series,
-    summarize_rows,
-)
 from fedjax_cfl.scores import Score, score_of
 
 MOST_GROUPS = 64  # whose accuracies are drawn: more lines are a blur
@@ -52,7 +44,7 @@ def escape_plot_lines(text: str) -> str:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as PNG."""
-    with atomic_write(path) as temporary:
+    with results.atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=110, format="png")
 
 
@@ -63,7 +55,7 @@ def save_pictures(figure: Figure, stem: Path) -> list[Path]:
         for path in paths:
             # no date: the same runs give the same file
             when = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-            with atomic_write(path) as temporary:
+            with results.atomic_write(path) as temporary:
                 figure.savefig(temporary, dpi=110, format=path.suffix[1:], metadata=when)
             figure.set_layout_engine("none")  # it has been laid out
     return paths
@@ -82,23 +74,13 @@ def add_legend(
     """Adds a legend below everything, of at most `columns` columns and not wider than
     the figure, which grows by its lines: long labels are folded, very long ones cut.
     """
-    shapes = [(count, 200) for count in range(min(columns, len(labels)), 0, -1)]
-    shapes += [(1, 120), (1, 80), (1, 50), (1, 25)]
-    room = 0.97 * figure.get_figwidth() * figure.dpi  # pixels
-    while True:
-        count, width = shapes.pop(0)
-        folded = [textwrap.wrap(text, width, max_lines=3) or [""] for text in labels]
-        legend = figure.legend(
-            handles,
-            ["\n".join(map(escape_plot, lines)) for lines in folded],
-            loc="outside lower center",
-            ncols=count,
-            frameon=False,
-            fontsize=10,
-        )
-        if not shapes or legend.get_window_extent().width <= room:
-            break
-        legend.remove()
+    room = int(6 * figure.get_figwidth())  # letters, of which W takes two
+    folded = [textwrap.wrap(text, room, max_lines=3) or [""] for text in labels]
+    longest = max(len(line) for lines in folded for line in lines)
+    count = max(1, min(columns, len(labels), 2 * room // (longest + 8)))
+    names = ["\n".join(map(escape_plot, lines)) for lines in folded]
+    look = {"loc": "outside lower center", "frameon": False, "fontsize": 10}
+    figure.legend(handles, names, ncols=count, **look)
     lines = max(map(len, folded)) * math.ceil(len(labels) / count)
     figure.set_figheight(figure.get_figheight() + LEGEND_LINE * lines)
 
@@ -136,7 +118,7 @@ def label_ends(axes: Axes, lines: Sequence[Line2D]) -> None:
     ends.sort(key=lambda each: (each[1][0] < right, -each[0]))
     wanted = np.array([height for height, end, _ in ends if end[0] >= right])
     heights = wanted.copy()
-    step = 13 / (72 * axes.get_position().height * axes.figure.get_figheight())
+    step = 19 / axes.get_window_extent().height  # pixels of a line
     for number in range(1, len(heights)):
         heights[number] = min(heights[number], heights[number - 1] - step)
     heights += (wanted - heights).mean() if ends else 0.0  # as many up as down
@@ -194,7 +176,7 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
     """Draws fields of rows, by their names; of fields that are equal everywhere one."""
     rounds, drawn = [row["round"] for row in rows], list[tuple[np.ndarray, Line2D]]()
     for (name, label), (colour, dash) in zip(named.items(), line_styles(len(named)), strict=True):
-        values = series(rows, name)
+        values = results.series(rows, name)
         if not np.isfinite(values).any():
             continue
         same = [line for own, line in drawn if np.allclose(own, values, equal_nan=True)]
@@ -221,7 +203,7 @@ def _plot_score(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> N
         f"worst10_{score.name}": "worst 10 %",
     }
     _lines(axes, rows, names)
-    best, words = summarize_rows(rows), ""
+    best, words = results.summarize_rows(rows), ""
     if best["best_round"] is not None:
         value = best[f"best_{score.name}"]
         words = "chosen on validation samples" if "chosen_round" in best else "best over tests"
@@ -247,7 +229,7 @@ def _group_lines(
 def _plot_groups(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     score = score_of(rows)
     _lines(axes, rows, {score.name: "all clients"})
-    _group_lines(axes, rows, series(rows, f"group_{score.name}"), colours, "group")
+    _group_lines(axes, rows, results.series(rows, f"group_{score.name}"), colours, "group")
     limit_scores(axes, score)
     style_axes(axes, f"Test {score.words} of each group", "round", score.axis)
 
@@ -255,7 +237,7 @@ def _plot_groups(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> 
 def _plot_concepts(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     """Draws the score of the clients of each true group, whatever group they are in."""
     score = score_of(rows)
-    values = series(rows, f"concept_{score.name}")
+    values = results.series(rows, f"concept_{score.name}")
     _group_lines(axes, rows, values, make_palette(len(colours)), "true group")
     limit_scores(axes, score)
     style_axes(axes, f"Test {score.words} of each true group", "round", score.axis)
@@ -264,13 +246,13 @@ def _plot_concepts(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -
 def _plot_agreement(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     _lines(axes, rows, {"ari": "agreement"})
     axes.axhline(0, color="0.8", linewidth=0.8)
-    axes.set_ylim(min(-0.05, np.nanmin(series(rows, "ari"))), 1.05)
+    axes.set_ylim(min(-0.05, np.nanmin(results.series(rows, "ari"))), 1.05)
     style_axes(axes, "Found against true groups", "round", "adjusted Rand index")
 
 
 def _plot_loss(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     _lines(axes, rows, {"test_loss": "test", "train_loss": "train"})
-    values = np.concatenate([series(rows, "test_loss"), series(rows, "train_loss")])
+    values = np.concatenate([results.series(rows, "test_loss"), results.series(rows, "train_loss")])
     values = values[np.isfinite(values)]
     # a run that diverges would otherwise flatten everything before it
     if values.size and values.min() > 0 and values.max() > 300 * values.min():
@@ -279,7 +261,7 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> No
 
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    groups = series(rows, "group_discrepancy")
+    groups = results.series(rows, "group_discrepancy")
     # 0: every group had one participant, and the model is its own
     known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
     _lines(axes, known, {"discrepancy": "all participants"})
@@ -290,7 +272,10 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]
 
 
 def _plot_sizes(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    sizes, rounds = series(rows, "group_sizes"), np.array([row["round"] for row in rows], float)
+    sizes, rounds = (
+        results.series(rows, "group_sizes"),
+        np.array([row["round"] for row in rows], float),
+    )
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
     count, top = sizes.shape[1], max(np.nansum(sizes, axis=1).max(), 1)
@@ -312,7 +297,7 @@ def draw_curves(
     differs between them. `table` is clients.parquet, for the colours of groups, see
     `colour_groups`.
     """
-    scored, sizes = score_of(rows).name, series(rows, "group_sizes")
+    scored, sizes = score_of(rows).name, results.series(rows, "group_sizes")
     several, known = (_has_several(rows, f"{part}_{scored}") for part in ("group", "concept"))
     kept = {
         _plot_score: True,
@@ -345,7 +330,7 @@ def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | Non
     """
     fields = ("group_sizes", f"group_{score_of(rows).name}", f"concept_{score_of(rows).name}")
     count = max(
-        [1, *(each.shape[1] for each in (series(rows, f) for f in fields) if each.ndim > 1)]
+        [1, *(each.shape[1] for each in (results.series(rows, f) for f in fields) if each.ndim > 1)]
     )
     shared = np.zeros((count, count))
     if table is not None and (both := (table["group"] >= 0) & (table["concept"] >= 0)).any():
@@ -354,7 +339,7 @@ def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | Non
         np.add.at(shared, (table["group"][both], table["concept"][both]), 1)
     colours, palette, numbers = [None] * count, make_palette(count), [*range(count)]
     while shared.max() > 0:
-        group, concept = np.unravel_index(shared.argmax(), shared.shape)
+        group, concept = map(int, np.unravel_index(shared.argmax(), shared.shape))
         colours[group] = palette[concept]
         numbers.remove(concept)
         shared[group], shared[:, concept] = -1, -1
@@ -367,19 +352,21 @@ def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | Non
 
 
 def _is_known(rows: list[dict[str, Any]], name: str) -> bool:
-    return bool(np.isfinite(series(rows, name)).any())
+    return bool(np.isfinite(results.series(rows, name)).any())
 
 
 def _has_several(rows: list[dict[str, Any]], name: str) -> bool:
     """Returns whether rows have a value for each of several groups, not too many to be drawn."""
-    values = series(rows, name)
+    values = results.series(rows, name)
     several = values.ndim == 2 and 1 < values.shape[1] <= MOST_GROUPS
     return several and bool(np.isfinite(values).any())
 
 
 def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
-    rows, summary = read_metrics(run_dir), summary or read_summary(run_dir) or {}
+    rows, summary = results.read_metrics(run_dir), summary or results.read_summary(run_dir) or {}
     name = title(summary) or Path(run_dir).resolve().name
-    table = read_clients(run_dir) if (Path(run_dir) / CLIENTS_FILE).is_file() else None
+    table = (
+        results.read_clients(run_dir) if (Path(run_dir) / results.CLIENTS_FILE).is_file() else None
+    )
     save_figure(draw_curves(rows, name, table), Path(run_dir) / "curves.png")

@@ -13,16 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from fedjax_cfl.analysis.plot import (
-    DASHES,
-    MOST_NAMED,
-    add_legend,
-    format_percent_axis,
-    label_ends,
-    line_styles,
-    new_figure,
-    style_axes,
-)
+from fedjax_cfl.analysis import plot
 from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 
 MARKERS = "osD^"  # of each of `DASHES`
@@ -66,7 +57,7 @@ def draw_band(
     if len(x) > MIN_SMOOTHED_LENGTH:
         axes.plot(x, mean, color=color, linewidth=0.5, alpha=0.3)
         mean, sd = smooth(mean), smooth(sd)
-    marker, every = MARKERS[DASHES.index(dash)], max(1, len(x) // 8)
+    marker, every = MARKERS[plot.DASHES.index(dash)], max(1, len(x) // 8)
     look = {"color": color, "ls": dash, "lw": 1.6, "marker": marker, "markersize": 4}
     (line,) = axes.plot(x, mean, markevery=every, label=label, **look)
     axes.fill_between(x, mean - sd, mean + sd, color=color, alpha=0.18, linewidth=0)
@@ -130,12 +121,12 @@ def draw_costs(runs: pd.DataFrame) -> Figure:
     data, others = split_data(runs), [choose_communication(runs), STEPS, TIME]
     costs = [ROUNDS, *(cost for cost in others if has_own_shape(runs, cost))]
     shape = (2, 2) if len(costs) == 4 and len(data) == 1 else (len(data), len(costs))
-    figure = new_figure(13, 0.6 + 3.9 * shape[0])
+    figure = plot.new_figure(13, 0.6 + 3.9 * shape[0])
     panels = figure.subplots(*shape, sharey="row", squeeze=False)
     column = "method" if len(data) > 1 else "label"  # each has a panel: without the data
     labels = list(runs[column].unique())
-    styles, lines = dict(zip(labels, line_styles(len(labels)), strict=True)), {}
-    short = len(labels) <= MOST_NAMED and max(map(len, labels)) <= SHORT
+    styles, lines = dict(zip(labels, plot.line_styles(len(labels)), strict=True)), {}
+    short = len(labels) <= plot.MOST_NAMED and max(map(len, labels)) <= SHORT
     for (name, same), row in zip(data.items(), panels.reshape(len(data), -1), strict=True):
         for cost, axes in zip(costs, row, strict=True):
             drawn = _draw_panel(axes, same, cost, column, styles)
@@ -145,17 +136,17 @@ def draw_costs(runs: pd.DataFrame) -> Figure:
             heading = f"{words} against {cost.heading.partition(',')[0]}"
             heading += f", {name}" if name and cost is ROUNDS else ""
             unit = f"test {score.words}, mean ± sd over seeds"
-            style_axes(axes, heading, cost.heading, unit if cost is ROUNDS else "")
+            plot.style_axes(axes, heading, cost.heading, unit if cost is ROUNDS else "")
             axes.set_xlim(left=0)
             if score.percent:
-                format_percent_axis(axes)
+                plot.format_percent_axis(axes)
             if cost is not ROUNDS:
                 axes.xaxis.set_major_locator(MaxNLocator(5))
                 axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
             elif short and len(drawn) > 1:
-                label_ends(axes, list(drawn.values()))
+                plot.label_ends(axes, list(drawn.values()))
     if not short:
-        add_legend(figure, list(lines.values()), list(lines))
+        plot.add_legend(figure, list(lines.values()), list(lines))
     return figure
 
 

@@ -10,8 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from fedjax_cfl.analysis import flows
-from fedjax_cfl.analysis.plot import add_legend, label_ends, make_palette, new_figure, style_axes
+from fedjax_cfl.analysis import flows, plot
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.results import series
 from fedjax_cfl.scores import score_of
@@ -45,12 +44,12 @@ def draw_alluvial(
         _draw_moves: 0.9 * bool(shares.any()),
     }
     below = {draw: height for draw, height in below.items() if height}
-    figure = new_figure(12, 5.0 + sum(below.values()), title)
+    figure = plot.new_figure(12, 5.0 + sum(below.values()), title)
     above, *panels = figure.subplots(
         1 + len(below), 1, sharex=True, height_ratios=[5, *below.values()], squeeze=False
     )[:, 0]
     chosen = flows.choose_snapshots(len(found.rounds), SNAPSHOTS)
-    palette = make_palette(1 + max(followed.max(), *classes.values, 0))
+    palette = plot.make_palette(1 + max(followed.max(), *classes.values, 0))
     colours = [palette[value] for value in classes.values]
     colours += [LOST] * (len(classes.names) - len(colours))
     colours.append(UNKNOWN)  # of class -1
@@ -58,7 +57,9 @@ def draw_alluvial(
     shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
     shown += "" if shares.any() else "; no client moved from one group to another"
     _mark_events(above, rows, drawn)
-    style_axes(above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients")
+    plot.style_axes(
+        above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients"
+    )
     above.grid(visible=False)
     for draw, axes in zip(below, panels, strict=True):
         draw(axes, rows) if draw is _draw_scores else draw(axes, found.rounds, shares)
@@ -70,7 +71,7 @@ def draw_alluvial(
     [above, *panels][-1].set_xlabel("round", fontsize=11)
     above.set_xticks(found.rounds[chosen[:: 1 + (len(str(last)) > 3)]])
     handles, names = _legend(classes, colours, rows, bool((found.groups < 0).any()))
-    add_legend(figure, handles, names, 5)
+    plot.add_legend(figure, handles, names, 5)
     return figure
 
 
@@ -202,24 +203,24 @@ def _name_scores(rows: list[dict[str, Any]]) -> tuple[str, ...]:
 
 def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """Draws what is a share of 1: accuracy and ARI, as far as they are known."""
-    rounds, words = [row["round"] for row in rows], {"ari": "ARI", score_of(rows).name: "score"}
-    words[score_of(rows).name] = score_of(rows).words
-    looks = {"ari": {"color": "#0072B2", "ls": "--"}}
-    lines = []
+    rounds, lines = [row["round"] for row in rows], []
     for name in _name_scores(rows):
-        values, look = series(rows, name), looks.get(name, {"color": "black"})
+        values, ari = series(rows, name), name == "ari"
         if np.isfinite(values).any():
-            marker = "o" if len(rows) <= 20 else ""
-            lines += axes.plot(rounds, values, marker=marker, ms=3, label=words[name], **look)
+            (line,) = axes.plot(rounds, values, "--" if ari else "-")
+            line.set(color="#0072B2" if ari else "black", markersize=3)
+            line.set(marker="o" if len(rows) <= 20 else "")
+            line.set_label("ARI" if ari else score_of(rows).words)
+            lines.append(line)
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
-    style_axes(axes, "", "", "score")
-    label_ends(axes, lines)
+    plot.style_axes(axes, "", "", "score")
+    plot.label_ends(axes, lines)
 
 
 def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
     axes.bar(rounds, 100 * shares, 0.8 * _find_spacing(rounds), color="0.4")
     axes.set_ylim(0, max(5.0, 105 * float(shares.max(initial=0))))
-    style_axes(axes, "", "", "moved, %")
+    plot.style_axes(axes, "", "", "moved, %")
 
 
 def _legend(

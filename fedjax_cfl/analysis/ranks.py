@@ -18,15 +18,8 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
+from fedjax_cfl.analysis import statistics, tables
 from fedjax_cfl.analysis.runs import common_folder
-from fedjax_cfl.analysis.statistics import (
-    RESAMPLES,
-    bootstrap_mean,
-    correct_holm,
-    find_chance,
-    subtract,
-)
-from fedjax_cfl.analysis.tables import format_markdown, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown
 from fedjax_cfl.runs.results import write_columns, write_text
@@ -172,8 +165,8 @@ def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
     """
     rng = np.random.default_rng(0)
     count = len(scores)
-    chosen = rng.integers(count, size=(RESAMPLES, count))
-    drawn = np.zeros((RESAMPLES, scores[0].shape[1]))
+    chosen = rng.integers(count, size=(statistics.RESAMPLES, count))
+    drawn = np.zeros((statistics.RESAMPLES, scores[0].shape[1]))
     for place in range(count):
         for setting, own in enumerate(scores):
             here = chosen[:, place] == setting
@@ -206,7 +199,7 @@ def sign_ranks(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Returns the ranks of the differences of scores [N] by their size, with their signs; 0 of
     those that are 0, which do not count.
     """
-    gaps = subtract(one, other)
+    gaps = statistics.subtract(one, other)
     sizes = np.abs(gaps[gaps != 0])
     signed = np.zeros(len(gaps))
     signed[gaps != 0] = np.sign(gaps[gaps != 0]) * stats.rankdata(sizes)
@@ -219,9 +212,11 @@ def compare_with(means: np.ndarray, baseline: int) -> np.ndarray:
 
     `means` [N, k]. Of N settings no chance is below 2 / 2^N before the correction.
     """
-    chances = np.array([find_chance(sign_ranks(column, means[:, baseline])) for column in means.T])
+    chances = np.array(
+        [statistics.find_chance(sign_ranks(column, means[:, baseline])) for column in means.T]
+    )
     chances[baseline] = np.nan
-    return correct_holm(chances)
+    return statistics.correct_holm(chances)
 
 
 def list_differences(
@@ -243,11 +238,11 @@ def list_differences(
             cell, other = here[method], here[minus]
             shared = min(len(cell["scores"]), len(other["scores"]))
             sides = [np.nan_to_num(each["scores"][:shared], nan=0.0) for each in (cell, other)]
-            gaps = subtract(*sides)
-            found = bootstrap_mean(gaps if shared else [cell["score"] - other["score"]])
+            gaps = statistics.subtract(*sides)
+            found = statistics.bootstrap_mean(gaps if shared else [cell["score"] - other["score"]])
             line = {"setting": setting, "method": method, "minus": minus, "best": minus == best}
             line |= {"seeds": shared, "mean": found.mean, "low": found.low, "high": found.high}
-            lines.append(line | {"p": find_chance(gaps)})
+            lines.append(line | {"p": statistics.find_chance(gaps)})
     return lines
 
 
@@ -263,7 +258,7 @@ def list_ranks(scores: Scores, ranked: Ranks, baseline: str | None) -> list[dict
         place = methods.index(baseline)
         table["minus_baseline"] = (means - means[:, [place]]).mean(0)
         table["p_wilcoxon_holm"] = compare_with(means, place)
-    return list_records(table.sort_values("mean_rank", kind="stable"))
+    return tables.list_records(table.sort_values("mean_rank", kind="stable"))
 
 
 def format_ranks(
@@ -307,7 +302,7 @@ def format_ranks(
             f"{100 * row['minus_best']:+.1f}",
         ]
         table.append([escape_markdown(text) for text in shown])
-    return "\n".join([*lines, "", format_markdown(headings, *table)])
+    return "\n".join([*lines, "", tables.format_markdown(headings, *table)])
 
 
 def write_ranks(

@@ -8,6 +8,7 @@ import base64
 import datetime
 import hashlib
 import io
+import math
 import re
 from collections.abc import Iterable
 from importlib import resources
@@ -21,16 +22,19 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedjax_cfl.analysis import flows, pivot
-from fedjax_cfl.analysis.compare import SPREAD, format_sets
-from fedjax_cfl.analysis.plot import draw_curves, save_pictures
-from fedjax_cfl.analysis.plot_costs import draw_costs
+from fedjax_cfl.analysis import (
+    compare,
+    flows,
+    pivot,
+    plot,
+    plot_costs,
+    sets,
+    statistics,
+    tables,
+)
 from fedjax_cfl.analysis.plot_found import draw_final_groups
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.runs import DATA, common_folder, list_settings
-from fedjax_cfl.analysis.sets import keep_known, list_measures, read_sets, split_data, split_sets
-from fedjax_cfl.analysis.statistics import ALPHA, PAIRED, list_differences
-from fedjax_cfl.analysis.tables import MEASURES, format_mean, format_number, list_records
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, sample_clients
@@ -90,15 +94,15 @@ def check_out(out: Path) -> None:
 
 def make_report(paths: Iterable[str | Path]) -> ReportData:
     """Returns what a page about the finished runs at or below `paths` shows."""
-    runs = hide_paths(read_sets(paths))
+    runs = hide_paths(sets.read_sets(paths))
     first = ~runs["label"].duplicated()
     pictured = runs["run_dir"].notna() if len(runs) <= MAX_PICTURED else first
     pictured &= runs.groupby(first).cumcount().lt(MAX_PICTURED)
     # what can be wrong with files is found before anything is drawn
-    each, names = list_records(runs), name_runs(runs)
+    each, names = tables.list_records(runs), name_runs(runs)
     named = follow(list(zip(each, names, name_files(names), strict=True)), "reading clients")
     shown = [describe_run(run, MAX_CLIENTS // len(runs), *name) for run, *name in named]
-    figures = {"costs": draw_costs(runs)}
+    figures = {"costs": plot_costs.draw_costs(runs)}
     for number, run in enumerate(follow(each, "drawing runs")):
         if pictured[number]:
             drawn = {name: figure for name, figure in draw_run(run).items() if figure is not None}
@@ -109,7 +113,7 @@ def make_report(paths: Iterable[str | Path]) -> ReportData:
 def name_runs(runs: pd.DataFrame) -> list[str]:
     """Returns a heading for every run that no other run has."""
     if len(runs) == 1:
-        (run,) = list_records(runs)
+        (run,) = tables.list_records(runs)
         return [title({name: value for name, value in run.items() if value != ""})]
     names = runs["label"] + ", seed " + runs["seed"].map(str)
     places = ["/".join(Path(folder).parts[-2:]) for folder in runs["run_dir"]]
@@ -150,7 +154,7 @@ def write_report(
             files = [
                 path.name
                 for name, figure in follow(list(found.figures.items()), "writing pictures")
-                for path in save_pictures(figure, folder / name)
+                for path in plot.save_pictures(figure, folder / name)
             ]
             kept = len(before.intersection(files))
             replaced = f" ({kept} files replaced)" if kept else ""
@@ -191,7 +195,7 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
     """Returns what the page says of a run in words and tables, of `most` clients at most; `file` is
     what the names of its pictures begin with.
     """
-    tables = read_run_tables(run)
+    files = read_run_tables(run)
     settings = list_settings(run["run_dir"])
     return {
         "title": hide_path(heading),
@@ -202,17 +206,17 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
         "settings": {escape_text(name): hide_path(value) for name, value in settings.items()},
         "numbers": format_numbers(run),
         "clients": None
-        if tables.clients is None
-        else list_clients(tables.clients, tables.assignments, most),
+        if files.clients is None
+        else list_clients(files.clients, files.assignments, most),
     }
 
 
 def format_numbers(run: dict[str, Any]) -> dict[str, str]:
     """Returns the headline numbers of a run in words."""
     words = {
-        measure.heading: format_number(run[name], measure)
-        for name, measure in MEASURES.items()
-        if pd.notna(run.get(name)) and not name.startswith("shared_")
+        measure.heading: tables.format_number(run[name], measure)
+        for name, measure in tables.MEASURES.items()
+        if pd.notna(run.get(name))
     }
     return words | {"rounds": f"{run['rounds']:,}"}
 
@@ -252,7 +256,7 @@ def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
     if found is not None and labels is not None:
         labels = labels[found.clients]
     return {
-        "curves": draw_curves(run["rows"], "", table),
+        "curves": plot.draw_curves(run["rows"], "", table),
         "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
         "groups": None if table is None else draw_final_groups(table, ""),
     }
@@ -290,17 +294,17 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         allowed=f"sha256-{allowed}",
         facts=list_facts(runs),
         command=hide_path(join_overrides([each for each in runs.get("asked", []) if each == each])),
-        spread=SPREAD,
+        spread=compare.SPREAD,
         scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
         matrix=None if matrix is None else pivot.lay_out(matrix, str, Markup("<b>{}</b>")),
         matrix_note="" if matrix is None else pivot.describe(matrix),
-        results=format_sets(runs, list_measures(runs)),
-        sets=[(hide_path(label), len(members)) for label, members in split_sets(runs)],
+        results=compare.format_sets(runs, sets.list_measures(runs)),
+        sets=[(hide_path(label), len(members)) for label, members in sets.split_sets(runs)],
         chosen=bool(runs["chosen_round"].notna().any()),
-        paired=[MEASURES[name].heading for name in keep_known(PAIRED, runs)],
+        paired=[tables.MEASURES[name].heading for name in sets.keep_known(statistics.PAIRED, runs)],
         shared=name_shared(runs),
         differences=_list_differences(runs),
-        alpha=ALPHA,
+        alpha=statistics.ALPHA,
         runs=found.described,
         mark=Markup(MARK),
         images={name: base64.b64encode(image).decode() for name, image in images.items()},
@@ -311,7 +315,7 @@ def make_matrix(runs: pd.DataFrame) -> pd.DataFrame | None:
     """Returns the final scores of methods by data sets, see `pivot.fill_cells`, None: of one data
     set, or where a method has several sets of runs on one.
     """
-    data = {label: name for name, same in split_data(runs).items() for label in same["label"]}
+    data = {label: name for name, same in sets.split_data(runs).items() for label in same["label"]}
     methods = dict(zip(runs["label"], runs["method"], strict=True))
     places = {label: (hide_path(methods[label]), name) for label, name in data.items()}
     alone = len({*data.values()}) < 2 or len({*places.values()}) < len(places)
@@ -361,10 +365,11 @@ def name_shared(runs: pd.DataFrame) -> dict[str, str]:
 
 def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a line per pair of sets of runs."""
-    lines = []
-    for (one, other), members in list_differences(runs).groupby(["set", "minus"], sort=False):
-        rows = {row["measure"]: row for row in members.to_dict("records")}
-        cells = [format_difference(rows.get(name), name) for name in keep_known(PAIRED, runs)]
+    lines, names = [], sets.keep_known(statistics.PAIRED, runs)
+    pairs = statistics.list_differences(runs).groupby(["set", "minus"], sort=False)
+    for (one, other), members in pairs:
+        rows = {row["measure"]: row for row in tables.list_records(members)}
+        cells = [format_difference(rows.get(name), name) for name in names]
         seeds = members["seeds"].max()
         lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
     return lines
@@ -376,13 +381,14 @@ def format_difference(row: dict[str, Any] | None, name: str) -> dict[str, Any]:
     """
     if row is None:
         return {"texts": ["-"], "differs": False}
-    measure, seeds = MEASURES[name], row["seeds"]
-    texts = [format_mean((row["mean"], row["sd"], seeds), seeds, measure, sign="+")]
+    row = {field: math.nan if value is None else value for field, value in row.items()}
+    measure, seeds = tables.MEASURES[name], row["seeds"]
+    texts = [tables.format_mean((row["mean"], row["sd"], seeds), seeds, measure, sign="+")]
     if seeds > 1:
-        bounds = [format_number(row[side], measure, "+") for side in ("low", "high")]
+        bounds = [tables.format_number(row[side], measure, "+") for side in ("low", "high")]
         texts += [" to ".join(bounds), f"{row['ahead']} better, {row['behind']} worse"]
         texts.append(f"p {row['p']:.2g}, Holm {row['p_holm']:.2g}")
-    return {"texts": texts, "differs": bool(row["p_holm"] < ALPHA)}
+    return {"texts": texts, "differs": bool(row["p_holm"] < statistics.ALPHA)}
 
 
 def main(argv: list[str]) -> int:

@@ -103,10 +103,10 @@ def common_folder(paths: Iterable[str | Path]) -> Path:
     """Returns the folder that all of `paths` lie in, or are: files about runs go there unless
     another is named.
     """
-    paths = [*map(Path, paths)]
-    if len(paths) == 1:
-        return paths[0]
-    folder = Path(os.path.commonpath([path.absolute() for path in paths]))
+    each = [*map(Path, paths)]
+    if len(each) == 1:
+        return each[0]
+    folder = Path(os.path.commonpath([path.absolute() for path in each]))
     return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 

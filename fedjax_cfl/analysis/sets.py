@@ -28,7 +28,6 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.display import follow
 from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
-from fedjax_cfl.runs.scoring import best_over, shared_rounds
 from fedjax_cfl.scores import SCORES, Score, find_owner, score_of
 
 RELATIVE = (*(score.gain for score in SCORES), "speedup")  # measures that need a baseline
@@ -43,26 +42,8 @@ def read_sets(
     """
     folders = follow(find_runs(list(paths)), "reading runs")
     found = pd.DataFrame([read_run(run_dir, target) for run_dir in folders], dtype=object)
-    runs = label_runs(add_shared_best(found))
+    runs = label_runs(found)
     return runs if baseline is None else add_baseline(runs, baseline)
-
-
-def add_shared_best(runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns the runs with their best score over the tests that count for all runs
-    on the same data set, partition and model, and the number of these tests.
-    """
-    texts = runs.reindex(columns=[*DATA]).map(_name)
-    windows = {
-        data: shared_rounds(runs["rows"].loc[same.index]) for data, same in texts.groupby([*DATA])
-    }
-    found = []
-    for run, data in zip(runs.to_dict("records"), texts.itertuples(index=False), strict=True):
-        name, window = score_of(run["rows"]).name, windows[tuple(data)]
-        # a round that was chosen on validation samples is nobody's best test
-        chosen = pd.notna(run.get("chosen_round"))
-        best = run[f"best_{name}"] if chosen else best_over(run["rows"], window)
-        found.append({f"shared_best_{name}": best, "shared_evaluations": len(window)})
-    return pd.concat([runs, pd.DataFrame(found, index=runs.index)], axis=1)
 
 
 def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
@@ -96,7 +77,7 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
 
 
-def list_defaults(run: dict[str, Any], swept: list[str]) -> dict[str, str]:
+def list_defaults(run: dict[Any, Any], swept: list[str]) -> dict[str, str]:
     """Returns what a run has of the settings that others of its name were given, as 3 (default)."""
     names = [name for name in swept if name not in run["overrides"] and MADE_OF not in name]
     settings = list_settings(run["run_dir"]) if names and "run_dir" in run else {}

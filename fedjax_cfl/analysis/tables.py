@@ -60,8 +60,6 @@ MEASURES: dict[str, Measure] = {
     **list_scores("last10_evals", "last 10 tests"),
     **list_scores("best", "best over tests"),
     "evaluations": Measure("tests that count", 1, 0, cost=True),
-    **list_scores("shared_best", "best over shared tests"),
-    "shared_evaluations": Measure("shared tests", 1, 0, cost=True),
     "wall_s": Measure("wall s", 1, 1, cost=True),
 }
 # as papers write them; other names stay as they are
