@@ -127,8 +127,9 @@ def draw_moves() -> None:
         subprocess.run([*command, *MOVES.split(), f"run_dir={run}"], check=True)
         out = [f"--out={folder}/report.html", f"--pictures={folder}"]
         subprocess.run([*command, "report", run, *out], check=True)
-        shutil.copy(f"{folder}/0-alluvial.png", FOLDER / "alluvial.png")
-        shutil.copy(f"{folder}/0-groups.png", FOLDER / "groups.png")
+        for name in ("alluvial", "groups"):
+            (picture,) = Path(folder).glob(f"*-{name}.png")
+            shutil.copy(picture, FOLDER / f"{name}.png")
 
 
 if __name__ == "__main__":

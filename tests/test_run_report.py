@@ -145,6 +145,16 @@ def test_a_page_names_what_its_runs_share_and_explains_what_it_has(page):
     both = render(ReportData(runs, [few | {"clients": None}] * 8, {}), {})
     assert "in 4 sets</h1>" in both and "All have partition iid." in both
     assert "corrected, it is" in both and "One seed" not in both
+    better = [
+        run
+        | {"algorithm": method, "dataset": data, "seed": seed, "data_id": data}
+        | {"final_accuracy": (0.4 if method == "a" else 0.6) + seed / 100}
+        for method in ("a", "b")
+        for data in ("digits", "mnist")
+        for seed in range(6)
+    ]
+    bold = render(ReportData(label(better), [few | {"clients": None}] * 24, {}), {})
+    assert bold.count("<b>62.50 ± 1.87</b>") == 2 and "Bold: the best mean of its column" in bold
     first, second = both.index("Methods by data sets</h2>"), both.index("Results</h2>")
     assert first < second and "<td>50.00 ± 0.00</td>" in both[first:second]
 

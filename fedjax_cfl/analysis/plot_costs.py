@@ -105,12 +105,15 @@ def choose_communication(runs: pd.DataFrame) -> Cost:
 
 
 def has_own_shape(runs: pd.DataFrame, cost: Cost) -> bool:
-    """Returns whether a round costs some method a tenth more than another: else curves against this
-    cost are those against rounds.
+    """Returns whether a round costs some method a tenth more than another on the same data: else
+    curves against this cost are those against rounds.
     """
-    paid = [last_cost(rows, cost) / rows[-1]["round"] for rows in runs["rows"] if rows]
-    means = pd.Series(paid).groupby(runs["method"][runs["rows"].map(bool)].to_numpy()).mean()
-    return bool(means.max() > 1.1 * means.min())
+    for same in split_data(runs).values():
+        paid = [last_cost(rows, cost) / rows[-1]["round"] for rows in same["rows"] if rows]
+        means = pd.Series(paid).groupby(same["label"][same["rows"].map(bool)].to_numpy()).mean()
+        if means.max() > 1.1 * means.min():
+            return True
+    return False
 
 
 def draw_costs(runs: pd.DataFrame) -> Figure:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
+from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
@@ -287,7 +287,10 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         (room / "report.html").read_text(encoding="utf-8")
     )
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    matrix = make_matrix(runs)
+    matrix, grid = make_matrix(runs), None
+    if matrix is not None:  # numbers of ours, and names that are escaped
+        lines = pivot.lay_out(matrix, lambda text: str(escape(text)), "<b>{}</b>")
+        grid = [[Markup(text) for text in line] for line in lines]
     return page.render(
         script=Markup(script),
         style=Markup((room / "report.css").read_text(encoding="utf-8")),
@@ -296,7 +299,7 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         command=hide_path(join_overrides([each for each in runs.get("asked", []) if each == each])),
         spread=compare.SPREAD,
         scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
-        matrix=None if matrix is None else pivot.lay_out(matrix, str, Markup("<b>{}</b>")),
+        matrix=grid,
         matrix_note="" if matrix is None else pivot.describe(matrix),
         results=compare.format_sets(runs, sets.list_measures(runs)),
         sets=[(hide_path(label), len(members)) for label, members in sets.split_sets(runs)],
