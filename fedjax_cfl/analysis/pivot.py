@@ -62,8 +62,8 @@ def fill_cells(
     members, cells = dict(sets.split_sets(runs)), []
     for cell in sets.list_measures(runs).to_dict("records"):
         label = cell["label"]
-        own = f"_{sets.score_of_set(members[label]).name}" if measure in OF_TASK else ""
-        field = f"{measure}{own}"
+        suffix = f"_{sets.score_of_set(members[label]).name}" if measure in OF_TASK else ""
+        field = f"{measure}{suffix}"
         row, column = places[label]
         numbers = {"mean": cell[f"{field}_mean"], "sd": cell[f"{field}_sd"]}
         counts = {"values": cell[f"{field}_n"], "runs": cell["runs"]}

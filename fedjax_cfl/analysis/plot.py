@@ -179,7 +179,7 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
         values = results.series(rows, name)
         if not np.isfinite(values).any():
             continue
-        same = [line for own, line in drawn if np.allclose(own, values, equal_nan=True)]
+        same = [line for before, line in drawn if np.allclose(before, values, equal_nan=True)]
         if same:
             same[0].set_label(f"{same[0].get_label()} = {label}")
             continue

@@ -356,8 +356,8 @@ def join_overrides(asked: list[list[str]]) -> str:
     product = int(np.prod([len(each) for each in values.values()]))
     if not values or product != len({tuple(lines) for lines in asked}):
         return ""
-    given = [f"{name}={','.join(each)}" for name, each in values.items()]
-    return " ".join(["fedjax-cfl", *(["-m"] if product > 1 else []), *given])
+    settings = [f"{name}={','.join(each)}" for name, each in values.items()]
+    return " ".join(["fedjax-cfl", *(["-m"] if product > 1 else []), *settings])
 
 
 def name_shared(runs: pd.DataFrame) -> dict[str, str]:
