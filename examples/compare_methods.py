@@ -8,7 +8,6 @@
 # %%
 from pathlib import Path
 
-import jax
 import matplotlib.pyplot as plt
 import numpy as np
 
@@ -28,22 +27,18 @@ if not Path(FILE).exists():
 # client's samples is for testing.
 
 # %%
-pool = cfl.datasets.npz(FILE)
-data = cfl.federate(pool, cfl.partition.by_user(pool, seed=0, test_fraction=0.2))
-task = cfl.as_task(cfl.models.MCLR(pool.num_classes), pool.x.shape[1:], pool.num_classes)
-local = cfl.Local(lr=0.05, epochs=3, batch_size=10)
-everybody_once = cfl.select.rr_then_random(COHORT)
-common = (task, local, everybody_once)
+data = cfl.federate(cfl.datasets.npz(FILE), cfl.partition.by_user(test_fraction=0.2))
+common = {"local": cfl.Local(lr=0.05, epochs=3), "system": cfl.select.rr_then_random(COHORT)}
 methods = {
-    "FedAvg": cfl.algorithms.fedavg(*common),
-    "FedProx": cfl.algorithms.fedprox(*common, mu=0.1),
-    "NonFed": cfl.algorithms.nonfed(*common),
-    "IFCA": cfl.algorithms.ifca(*common, m=GROUPS),
-    "FeSEM": cfl.algorithms.fesem(*common, m=GROUPS),
-    "FlexCFL": cfl.algorithms.flexcfl(*common, m=GROUPS, alpha=3),  # founders per group
+    "FedAvg": cfl.algorithms.fedavg(),
+    "FedProx": cfl.algorithms.fedprox(mu=0.1),
+    "NonFed": cfl.algorithms.nonfed(),
+    "IFCA": cfl.algorithms.ifca(m=GROUPS),
+    "FeSEM": cfl.algorithms.fesem(m=GROUPS),
+    "FlexCFL": cfl.algorithms.flexcfl(m=GROUPS, alpha=3),  # founders per group
 }
 results = {
-    name: cfl.run(method, task, data, jax.random.key(0), rounds=ROUNDS, discard="none")
+    name: cfl.run(method, data, **common, rounds=ROUNDS, discard="none")
     for name, method in methods.items()
 }
 

@@ -1,7 +1,8 @@
 """A method and a drift of one's own: python examples/own_algorithm.py"""
 
 # %%
-import jax
+import functools
+
 import jax.numpy as jnp
 
 import fedjax_cfl as cfl
@@ -37,15 +38,12 @@ def rename_labels(at: int):
     return Drift(init, apply)
 
 
-pool = cfl.datasets.digits()
-data = cfl.federate(pool, cfl.partition.iid(pool, clients=40, seed=0))
-task = cfl.as_task(cfl.models.MCLR(num_classes=10), pool.x.shape[1:], 10)
-local = cfl.Local(lr=0.05, epochs=3, batch_size=10)
+data = cfl.federate(cfl.datasets.digits(), cfl.partition.iid(clients=40))
 result = cfl.run(
-    sticky_ifca(task, local, cfl.select.rr_then_random(20), m=2),
-    task,
+    functools.partial(sticky_ifca, m=2),
     data,
-    jax.random.key(0),
+    local=cfl.Local(lr=0.05, epochs=3),
+    system=cfl.select.rr_then_random(20),
     rounds=ROUNDS,
     drift=rename_labels(at=ROUNDS // 3),
     discard="none",

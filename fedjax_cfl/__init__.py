@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     )
     from fedjax_cfl.data.datasets import from_arrays, from_frame
     from fedjax_cfl.errors import InputError
-    from fedjax_cfl.library import compare, draw_run, report, run, to_frame
+    from fedjax_cfl.formatting import to_frame
+    from fedjax_cfl.library import compare, draw_run, report, run
     from fedjax_cfl.method import Method, Round
     from fedjax_cfl.models import as_task
     from fedjax_cfl.personal.layer import chain, layer
@@ -123,7 +124,8 @@ HOMES = {  # where each of them is from, for Python what stands above for type c
     ),
     "data.datasets": ("from_arrays", "from_frame"),
     "errors": ("InputError",),
-    "library": ("compare", "draw_run", "report", "run", "to_frame"),
+    "formatting": ("to_frame",),
+    "library": ("compare", "draw_run", "report", "run"),
     "method": ("Method", "Round"),
     "models": ("as_task",),
     "personal.layer": ("chain", "layer"),

@@ -2,10 +2,13 @@
 
 import re
 import unicodedata
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 # numbers
 
@@ -107,8 +110,33 @@ def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
             yield f"{path}{name}", value
 
 
+def describe_settings(settings: Mapping[str, Any]) -> str:
+    """Returns settings in words that follow others; nothing where there are none."""
+    return f"; {' '.join(f'{k}={format_value(v)}' for k, v in settings.items())}" * bool(settings)
+
+
 def format_value(value: Any) -> str:
     """Returns a value as the command line writes it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return str(value)
+
+
+# tables
+
+
+def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> "DataFrame":
+    """Returns a table as a pandas.DataFrame.
+
+    `table` are rows, as `load_run(...).rows`, or columns, as `load_run(...).table`. Values that a
+    row does not have are None or NaN; a column of lists, as `group_accuracy`, stays one.
+    """
+    if isinstance(table, Mapping):
+        columns = {name: list(values) for name, values in table.items()}
+    else:
+        rows = list(table)
+        names = list(dict.fromkeys(name for row in rows for name in row))
+        columns = {name: [row.get(name) for row in rows] for name in names}
+    import pandas  # only now: a run needs none of it
+
+    return pandas.DataFrame(columns)

@@ -6,9 +6,11 @@ each sort of thousands of numbers.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key
 
 # Purposes: every draw of a run is made with fold_in(key, purpose), then the round, then the
@@ -119,3 +121,20 @@ def write_table(words: jax.Array, count: jax.Array, passes: int, capacity: int) 
 
     empty = jnp.zeros((passes, capacity + BLOCK), jnp.int32)
     return lax.fori_loop(0, -(-count // BLOCK), block, empty)
+
+
+def find_seed(key: Key) -> int:
+    """Returns the seed of a key. Raises InputError for a key that `jax.random.key` does not make of
+    a seed.
+    """
+    try:
+        words = np.asarray(jax.random.key_data(key))
+        seed = int(words[-1])
+        if words.shape == (2,) and not words[0] and seed < 2**31:
+            return seed
+    except TypeError:
+        pass
+    raise InputError(
+        "key: the run records the seed that it was drawn by; use jax.random.key(SEED), with a SEED"
+        " from 0 to 2147483647"
+    )

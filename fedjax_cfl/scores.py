@@ -78,6 +78,31 @@ def find_score(fields: Mapping[str, Any]) -> Score:
     return ACCURACY
 
 
+def describe_rows(rows: list[dict[str, Any]]) -> str:
+    """Returns the last test of a run, and the best one, in words."""
+    if not rows:
+        return "no test"
+    score, last = score_of(rows), rows[-1]
+    tested = [row[score.name] for row in rows if is_known(row.get(score.name))]
+    words = f"{score.words} {score.format(last.get(score.name))} after {last['round']} rounds"
+    words += f" (best {score.format(score.pick_best(tested))})" if tested else ""
+    words += f", ARI {last['ari']:.2f}" if is_known(last.get("ari")) else ""
+    sizes = last.get("group_sizes") or []
+    return words + (f", clients per group {list(map(int, sizes))}" if len(sizes) > 1 else "")
+
+
+def pick_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a small table shows of a row."""
+    score = find_score(row).name
+    names = ("round", score, f"worst10_{score}", "ari", "group_sizes", "units_down", "units_up")
+    return {name: row[name] for name in names if is_known(row.get(name))}
+
+
+def is_known(value: Any) -> bool:
+    """Returns whether a value of a row is there: neither None nor NaN."""
+    return value is not None and value == value
+
+
 def score_of(rows: list[dict[str, Any]]) -> Score:
     """Returns the score of a run by its rows; that of classes where there are none."""
     return find_score(rows[-1]) if rows else ACCURACY

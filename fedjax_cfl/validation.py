@@ -273,6 +273,8 @@ def checked(prefix: str = "") -> Callable[[Function], Function]:
             try:
                 bound = _signature(function).bind(*args, **options)
             except TypeError:
+                if is_recipe(function, args, options):
+                    return Recipe(call, **check_settings(function, options, prefix))
                 return function(*args, **options)  # which says it better
             bound.arguments = check_settings(function, bound.arguments, prefix)
             return function(*bound.args, **bound.kwargs)
@@ -283,6 +285,33 @@ def checked(prefix: str = "") -> Callable[[Function], Function]:
 
 
 _signature = functools.cache(inspect.signature)
+
+
+class Recipe(functools.partial):
+    """A function with its settings, without the parts that it is called with later: a method
+    without task, local and system, or a partition without its pool.
+    """
+
+    def __repr__(self) -> str:
+        """Shows it as it is written."""
+        given = ", ".join(f"{name}={shorten(value)}" for name, value in self.keywords.items())
+        return f"{self.func.__name__}({given})"
+
+
+PARTS = (["task", "local", "system"], ["pool"])  # without which a function is a recipe
+
+
+def is_recipe(function: Callable, parts: Sequence[Any], settings: Mapping[str, Any]) -> bool:
+    """Returns whether a function is called with settings that it takes, and without its parts."""
+    parameters = _signature(function).parameters
+    first = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    if first not in PARTS or parts or set(first) & set(settings):
+        return False
+    try:
+        _signature(function).bind(*first, **settings)
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}() {error}") from None
+    return True
 
 
 def pick(choice: Any, **options: Any) -> Any:

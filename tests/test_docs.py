@@ -31,7 +31,7 @@ FASTER = {
     "epochs=5, batch_size=10)": (
         "epochs=1, batch_size=10, execution=cfl.make_execution(cfl.make_mesh(1)))"
     ),
-    "rounds=60)": "rounds=2, mesh=cfl.make_mesh(1))",
+    "rounds=40, seeds=3)": "rounds=40, seeds=3, mesh=cfl.make_mesh(1))",
 }
 SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
 SLOW_PAGES += ("multilabel.md", "run_directory.md")  # what they show has tests of its own
@@ -62,7 +62,7 @@ def run_dir(tmp_path_factory) -> Path:
     [nightly(page) if page.name in SLOW_PAGES else page for page in PAGES if blocks(page, True)],
     ids=[name_of(page) for page in PAGES if blocks(page, True)],
 )
-def test_python_runs(page, tmp_path, monkeypatch, request):
+def test_python_runs(page, tmp_path, monkeypatch, request, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # use_cpu_cores: the tests chose already
     if page.name == "run_directory.md":
@@ -72,9 +72,12 @@ def test_python_runs(page, tmp_path, monkeypatch, request):
         for slow, fast in FASTER.items():
             block = block.replace(slow, fast)
         exec(compile(block, name_of(page), "exec"), names)
-    if page == ROOT / "README.md":  # which only defines them
+    if page == ROOT / "README.md":
+        assert capsys.readouterr().out in page.read_text(), "it prints these numbers"
         check_method(names["sticky_ifca"])
-        made = names["both"](names["task"], names["local"], cfl.select.uniform(10), m=3)
+        pool = cfl.datasets.digits()
+        task = cfl.as_task(cfl.models.MCLR(), pool.x.shape[1:], 10)
+        made = names["both"](task, cfl.Local(), cfl.select.uniform(10))
         state = jax.eval_shape(made.init, jax.random.key(0), names["data"])
         jax.eval_shape(made.round, jax.random.key(0), state, names["data"])
 

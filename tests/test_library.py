@@ -3,6 +3,7 @@ frames; figures.
 """
 
 import dataclasses
+import inspect
 import json
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from matplotlib.figure import Figure
 
 import fedjax_cfl as cfl
+from fedjax_cfl import algorithms, library
 from fedjax_cfl.analysis import report
 from fedjax_cfl.analysis.plot import draw_curves
 from fedjax_cfl.cli.conf import CONF
@@ -23,6 +25,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import from_python, results, session
 from fedjax_cfl.runs.from_python import describe
 from fedjax_cfl.simulation.rows import count_concepts
+from fedjax_cfl.system.select import rr_then_random, uniform
 
 KEY = jax.random.key(5)
 UNSCALED = Scaling(np.zeros((1, 5), np.float32), np.ones((1, 5), np.float32))
@@ -264,6 +267,123 @@ def test_a_module_of_ones_own_is_read_with_it(local, toy, tmp_path):
     with pytest.raises(InputError, match=r"test_library\.Own: is no model of the package"):
         cfl.load_run(tmp_path / "run")
     cfl.load_run(tmp_path / "run", Own())
+
+
+# recipes: methods without task, local and system
+
+
+@pytest.fixture(scope="module")
+def own_file(tmp_path_factory):
+    """An .npz of a user's own, of 14 clients whose numbers of samples differ."""
+    rng = np.random.default_rng(0)
+    client = np.repeat(np.arange(14), rng.integers(9, 25, 14))
+    x = rng.normal(size=(client.size, 4)).astype(np.float32)
+    path = tmp_path_factory.mktemp("own") / "own.npz"
+    np.savez(path, x=x, y=(x[:, 0] > 0) ^ (client % 2 == 1), client=client)
+    return path
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_a_recipe_is_run_as_on_the_command_line(own_file, fedjax_cfl, tmp_path, monkeypatch):
+    """Every number of every seed, with what nobody has said."""
+    monkeypatch.chdir(tmp_path)
+    asked = f"dataset=npz dataset.source.path={own_file} algorithm=ifca rounds=2 seeds=2"
+    status, _, error = fedjax_cfl(f"{asked} devices=1 curves=false run_dir=line")
+    assert status == 0, error
+    given = {"rounds": 2, "seeds": 2, "mesh": cfl.make_mesh(1)}
+    runs = cfl.run(cfl.algorithms.ifca(m=3), cfl.datasets.npz(own_file), **given)
+    for seed, run in runs.by_seed.items():
+        rows = results.read_metrics(tmp_path / "line" / str(seed))
+        assert fingerprint(rows) == fingerprint(results.to_plain(run.rows))
+    assert runs.by_seed[1].programs["programs_from_cache"] == 3, "the seeds share them"
+    frame = runs.frame()
+    assert frame[["seed", "round"]].to_numpy().tolist() == [[0, 1], [0, 2], [1, 1], [1, 2]]
+    named = runs.by_seed[0].settings
+    assert named["algorithm"] == "ifca" and named["algorithm.m"] == 3
+    assert named["selection"] == "rr_then_random(14)" and named["local.lr"] == 0.03
+
+
+def test_defaults_are_those_of_files_of_ones_own():
+    for option in ("csv", "jsonl", "npy", "npz", "parquet"):
+        conf = yaml.safe_load((CONF / "dataset" / f"{option}.yaml").read_text())
+        local = {name: conf[name] for name in ("lr", "epochs", "batch_size")}
+        assert local.items() <= vars(cfl.Local()).items()
+        assert conf["clients_per_round"] == library.CLIENTS_PER_ROUND
+        chosen = {each for line in conf["defaults"] for each in line.items()}
+        assert ("override /model@_global_.model", "mclr") in chosen
+        assert ("override /partition@_global_.partition", "auto") in chosen
+    auto = yaml.safe_load((CONF / "partition" / "auto.yaml").read_text())
+    taken = inspect.signature(cfl.partition.auto).parameters
+    for name in ("alpha", "min_samples", "test_fraction"):
+        assert auto[name] == taken[name].default
+    assert yaml.safe_load((CONF / "model" / "mclr.yaml").read_text())["l2"] == 0.001
+
+
+@pytest.mark.parametrize("name", cfl.algorithms.__all__)
+def test_a_selection_is_that_of_the_methods_file(name):
+    text = (CONF / "algorithm" / f"{name}.yaml").read_text()
+    while "\nselect:" not in text:  # of the file that it is based on
+        base = re.search(r"^defaults:\n  - (\w+)", text, re.M)
+        assert base, name
+        text = (CONF / "algorithm" / f"{base[1]}.yaml").read_text()
+    presets = {"single": uniform, "clustered": rr_then_random}
+    named = re.search(r"\nselect:[^\n]*(?:preset\.select_(\w+)|\n  _target_: .*\.(\w+))", text)
+    wanted = presets[named[1]].__name__ if named[1] else named[2]
+    assert algorithms.SELECTIONS.get(name, uniform).__name__ == wanted
+
+
+def test_a_recipe_is_shown_as_it_is_written_and_checked_at_once():
+    recipe = cfl.algorithms.ifca(m=4, mu=0.1)
+    assert repr(recipe) == "ifca(m=4, mu=0.1)" and repr(cfl.partition.iid(clients=3)) != ""
+    with pytest.raises(InputError, match=r"algorithm\.m=-1"):
+        cfl.algorithms.ifca(m=-1)
+    with pytest.raises(TypeError, match=r"ifca\(\) missing a required argument: 'm'"):
+        cfl.algorithms.ifca()
+    pool = cfl.datasets.digits()
+    dealt = cfl.federate(pool, cfl.partition.iid(clients=12))
+    same = cfl.federate(pool, cfl.partition.iid(pool, clients=12))
+    np.testing.assert_array_equal(dealt.owner, same.owner)
+
+
+def test_a_run_is_shown_in_one_line_and_in_a_small_table(finished, ifca, linear, toy):
+    run, _, memory = finished
+    for one in (run, memory, cfl.run(ifca, linear, toy, KEY, rounds=1, mesh=cfl.make_mesh(1))):
+        assert "\n" not in repr(one) and len(repr(one)) < 300 and "accuracy" in repr(one)
+        assert one.frame()["round"].tolist() == [row["round"] for row in one.rows]
+        assert one._repr_html_().count("<tr") == 1 + len(one.rows)
+    assert "algorithm=ifca" in repr(run) and len(repr(memory)) < 300
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_seeds_in_a_directory_are_one_line_of_a_table(linear, local, toy, own_file, tmp_path):
+    both = cfl.chain(cfl.algorithms.fedavg(), cfl.personal.fine_tune(epochs=1))
+    given = {"rounds": 1, "run_dir": tmp_path / "runs", "mesh": cfl.make_mesh(1), "verbose": False}
+    runs = cfl.run(both, cfl.datasets.npz(own_file), seeds=[4, 2], **given)
+    assert list(runs.by_seed) == [4, 2] and len(repr(runs).splitlines()) == 2
+    table = cfl.compare(tmp_path / "runs").table
+    assert table["seeds"].tolist() == ["4 2"] and table["algorithm"][0].startswith("fedavg+")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"seeds": 0}, "seeds=0: must be a whole number >= 1"),
+        ({"seeds": [1, 1]}, "must be different whole numbers"),
+        ({"seeds": [1], "key": KEY}, "without a key"),
+        ({"settings": {"m": 2}}, "settings: are written to a run_dir"),
+        ({"key": jax.random.split(KEY)[0]}, r"use jax.random.key\(SEED\)"),
+    ],
+)
+def test_what_a_recipe_cannot_be_run_with_is_refused(given, said, toy):
+    with pytest.raises(InputError, match=said):
+        cfl.run(cfl.algorithms.fedavg, toy, rounds=1, **given)
+
+
+def test_a_method_that_is_made_has_its_parts(ifca, linear, toy):
+    for given in ((toy,), (linear, toy, KEY)):
+        more = {"model": cfl.models.MCLR()} if len(given) > 1 else {}
+        with pytest.raises(InputError, match="algorithm: is made already"):
+            cfl.run(ifca, *given, rounds=1, **more)
 
 
 # tables and figures

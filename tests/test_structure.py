@@ -55,8 +55,6 @@ FLOORS = (
 LINES, PARAMETERS = 50, 8
 # every method takes them in addition to its own settings: see `algorithms`
 COMMON = ("task", "local", "system")
-# what users call with keywords, each for a setting of its own
-WIDE = {"library.run"}
 
 
 class Function(NamedTuple):
@@ -209,7 +207,7 @@ def test_functions_take_few_parameters():
         if sum(given.arg not in COMMON for given in parameters(node)) > PARAMETERS
         and not any("checked" in ast.unparse(decorator) for decorator in node.decorator_list)
     }
-    assert found == WIDE
+    assert found == set()
 
 
 def test_public_functions_are_annotated():

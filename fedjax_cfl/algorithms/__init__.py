@@ -41,6 +41,7 @@ from fedjax_cfl.algorithms.qfedavg import qfedavg
 from fedjax_cfl.algorithms.scaffold import scaffold
 from fedjax_cfl.algorithms.stocfl import stocfl
 from fedjax_cfl.algorithms.tkm import tkm
+from fedjax_cfl.system import select
 
 __all__ = [
     "adaptive_fedavg",
@@ -91,6 +92,16 @@ __all__ = [
     "tkm",
     "wecfl",
 ]
+# who takes part where a caller does not say, as conf/algorithm/ has it; of other methods `uniform`
+SELECTIONS = {
+    **dict.fromkeys(("cfl", "cfl_gp"), select.full_participation),
+    **dict.fromkeys(("auxo", "fedgwc", "fielding"), select.by_group),
+    **dict.fromkeys(
+        ("fedcluster", "fedem", "fedgroup", "fedrc", "fesem", "fesem_ma", "flexcfl", "ifca",
+         "ifca_mig", "ifca_restarts", "known_groups", "tkm", "wecfl"),
+        select.rr_then_random,
+    ),
+}  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -24,8 +24,7 @@ from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
 from fedjax_cfl.data.datasets.table import read_new_samples
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.formatting import clean_name
-from fedjax_cfl.library import to_frame
+from fedjax_cfl.formatting import clean_name, to_frame
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
 from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write, write_columns

@@ -29,13 +29,13 @@ Size = TypeVar("Size", int, jax.Array)
 
 @dataclasses.dataclass(frozen=True)
 class Local:
-    """How clients train: SGD over reshuffled epochs. Raises InputError for a value that is not
-    allowed.
+    """How clients train: SGD over reshuffled epochs, by default as the command line's for files of
+    your own. Raises InputError for a value that is not allowed.
     """
 
-    lr: PositiveFloat | jax.Array  # step size
-    epochs: Epochs  # E, passes over the client's samples
-    batch_size: PositiveInt  # B; the short last batch is kept
+    lr: PositiveFloat | jax.Array = 0.03  # step size
+    epochs: Epochs = 5  # E, passes over the client's samples
+    batch_size: PositiveInt = 10  # B; the short last batch is kept
     # v <- momentum v + gradient, w <- w - lr v; v is 0 before every round
     momentum: BelowOne = 0.0
     # mini-batch steps of every client, cycling through reshuffled epochs; None: E epochs

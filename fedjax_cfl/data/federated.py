@@ -91,7 +91,7 @@ def check_classes(data: FederatedData | Pool, what: str, remedy: str) -> None:
 @checked()
 def federate(
     pool: Pool,
-    holdings: Partition,
+    holdings: Partition | Callable[[Pool], Partition],
     concept: Callable | None = None,
     clients: int | None = None,
     on_host: bool = False,
@@ -99,13 +99,15 @@ def federate(
     """Returns the N holdings of a partition as data of K clients. A sample of the pool that
     several clients hold is stored once, unless a concept changes it.
 
-    Args: `concept` is a function of `concept.py`, None: the true groups are those of the
+    Args: `holdings` may be a function of the pool, such as `cfl.partition.iid(clients=40)`;
+    `concept` is a function of `concept.py`, None: the true groups are those of the
     partition, or unknown (-1); `clients` is K, None: the largest owner + 1; `on_host`: samples
     stay on the host, as NumPy arrays whose views number the pool's own samples (see
     `prefetch`). Raises InputError for an owner outside of 0 .. K - 1, or if no client holds a
     training sample.
     """
-    pool, holdings = check_arrays(pool, on_host), check_holdings(holdings, len(pool.y))
+    pool = check_arrays(pool, on_host)
+    holdings = check_holdings(holdings(pool) if callable(holdings) else holdings, len(pool.y))
     owner = holdings.owner
     check_names(pool, holdings)
     clients = int(owner.max()) + 1 if clients is None else clients

@@ -1,5 +1,6 @@
 """Partitions: which client gets which samples of a pool. Every function is `(pool, *, clients,
-seed, test_fraction, ...) -> Partition`.
+seed, test_fraction, ...) -> Partition`, and without a pool a recipe, which `federate` and `cfl.run`
+take: `iid(clients=40)`.
 
 K clients, N samples, C classes. The legacy generator np.random.RandomState is used
 throughout: its streams are frozen, so that a seed is part of a recipe. Arguments that the
@@ -80,7 +81,7 @@ def auto(
     pool: Pool,
     *,
     clients: Count | None = None,
-    alpha: PositiveFloat,
+    alpha: PositiveFloat = 0.5,
     min_samples: NaturalInt = 10,
     seed: Seed = 0,
     test_fraction: BelowOne = 0.1,

@@ -40,7 +40,7 @@ class ResNet18(nn.Module):
     62).
     """
 
-    num_classes: int
+    num_classes: int = 0
     stem: int = 3
     features: tuple[int, ...] = (64, 128, 256, 512)
     norm: Norm = partial(GroupNorm, 32)
@@ -76,7 +76,7 @@ class MobileNetV2(nn.Module):
     (expansion, channels, blocks, stride).
     """
 
-    num_classes: int
+    num_classes: int = 0
     small_images: bool = True
     width: float = 1.0
     stages: tuple[tuple[int, int, int, int], ...] = MOBILE_STAGES

@@ -38,10 +38,11 @@ def as_task(
     Every sample of `loss` carries the whole penalty, so that the mean over any batch
     carries it once. Dropout is active only with a key.
 
-    Args: `module` maps [B, ...] to [B, C]; `sample_shape` is that of one sample; `num_classes` is
-    C, as in the data, and the loss cross-entropy; 0: there are none, and `targets` says what y are,
-    `regression()` by default, with one output, [B, 1], or `multilabel()`, with an output a label,
-    [B, T].
+    Args: `module` maps [B, ...] to [B, C], and gets the number of outputs as its `num_classes`
+    where it has a field of this name that is 0; `sample_shape` is that of one sample; `num_classes`
+    is C, as in the data, and the loss cross-entropy; 0: there are none, and `targets` says what y
+    are, `regression()` by default, with one output, [B, 1], or `multilabel()`, with an output a
+    label, [B, T].
     Raises InputError if the module cannot take samples of this shape or does not return
     one logit per class.
     """
@@ -52,6 +53,9 @@ def as_task(
     targets = targets or (CLASSIFICATION if num_classes else REGRESSION)
     if num_classes and targets.name != CLASSIFICATION.name:
         raise InputError(f"num_classes={num_classes}: y are classes, or `targets`: then it is 0")
+    outputs = num_classes or targets.outputs
+    if outputs and getattr(module, "num_classes", None) == 0:
+        module = module.clone(num_classes=outputs)
     decayed: tuple[str, ...] = getattr(module, "decayed", ()) if l2 else ()
     # the sample-space form says nothing of owners
     first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
@@ -79,7 +83,6 @@ def as_task(
     )
     if not decayed:
         task = task._replace(loss=sample_loss, sample_loss=None, penalty=None)
-    outputs = num_classes or targets.outputs
     params = _check(task, type(module).__name__, sample_shape, outputs, decayed, first)
     if not first or STATISTICS in params:  # nor of statistics
         return task

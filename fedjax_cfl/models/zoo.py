@@ -1,7 +1,7 @@
 """The models of the reproduced papers; `task.as_task` makes a Task of any Flax module.
 
-A model is a Flax module with a field `num_classes` that maps [B, ...] to logits [B, C],
-and `__call__` takes `train` if it has dropout, and `owner` [B] (see `Task`) if it
+A model is a Flax module that maps [B, ...] to logits [B, C], with a field `num_classes`, 0: as many
+as the data have; its `__call__` takes `train` if it has dropout, and `owner` [B] (see `Task`) if it
 normalises over a batch. Three attributes are optional: `decayed`
 names the layers whose kernels carry the L2 penalty, and `first_layer` a `nn.Dense` that
 is called once, on the flat sample, which nothing else sees: then local training has a
@@ -40,7 +40,7 @@ from fedjax_cfl.validation import PositiveInt
 class MCLR(nn.Module):
     """Multinomial logistic regression on the flattened sample (7,850 parameters)."""
 
-    num_classes: int
+    num_classes: int = 0
     decayed: ClassVar[tuple[str, ...]] = ("head",)
     first_layer: ClassVar[str] = "head"
 
@@ -55,7 +55,7 @@ class MLP(nn.Module):
     hidden units, 407,050 with 512).
     """
 
-    num_classes: int
+    num_classes: int = 0
     hidden: tuple[PositiveInt, ...] = (128,)
 
     @property
@@ -82,7 +82,7 @@ class MnistCNN(nn.Module):
     (50,186 parameters).
     """
 
-    num_classes: int
+    num_classes: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -99,7 +99,7 @@ class FemnistCNN(nn.Module):
     normalisation (325,578 parameters).
     """
 
-    num_classes: int
+    num_classes: int = 0
     decayed: ClassVar[tuple[str, ...]] = ("hidden", "head")
 
     @nn.compact
@@ -124,7 +124,7 @@ class LeafCNN(nn.Module):
     classes FeSEM's code has 248 (845,510) and LEAF itself 2,048 (6,603,710).
     """
 
-    num_classes: int
+    num_classes: int = 0
     hidden: PositiveInt = 2048
 
     @nn.compact
@@ -146,7 +146,7 @@ class CelebaCNN(nn.Module):
     time (`model=celeba_cnn`).
     """
 
-    num_classes: int
+    num_classes: int = 0
     norm: Callable[[], nn.Module] = BatchStatNorm
 
     @nn.compact
@@ -168,7 +168,7 @@ class LeNet(nn.Module):
     apart for that reason alone (see `algorithms/md_icfl`).
     """
 
-    num_classes: int
+    num_classes: int = 0
     pytorch_init: bool = True
 
     @nn.compact
@@ -193,7 +193,7 @@ class BiGRU(nn.Module):
     (175,938 parameters).
     """
 
-    num_classes: int
+    num_classes: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -206,7 +206,7 @@ class BiLSTM(nn.Module):
     (232,386 parameters).
     """
 
-    num_classes: int
+    num_classes: int = 0
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
@@ -247,7 +247,7 @@ class CharLSTM(nn.Module):
     units, and the next character (817,872 parameters of 80 characters).
     """
 
-    num_classes: int
+    num_classes: int = 0
     embedding: PositiveInt = 8
     hidden: PositiveInt = 256
     layers: PositiveInt = 2

@@ -112,6 +112,9 @@ def chain(*parts: Any) -> Any:
     def chained(task: Task, local: Local, system: Any, **settings: Any) -> Algorithm:
         return method(task, local.replace(personal=(*local.layers, *layers)), system, **settings)
 
+    first: Any = getattr(method, "func", method)
+    names = [getattr(first, "__name__", "method"), *(part.name for part in layers)]
+    chained.__name__ = "+".join(names)  # what a run of it is called
     return chained
 
 

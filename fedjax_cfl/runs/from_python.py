@@ -14,13 +14,13 @@ import types
 from typing import Any
 
 import flax.linen as nn
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_value
+from fedjax_cfl.keys import find_seed
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings, digest_data
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.simulation.setup import Setup
@@ -83,23 +83,6 @@ def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> 
 def list_given(given: dict[str, Any]) -> list[str]:
     """Returns what a caller says of a run as the command line would write it."""
     return [f"{name}={format_value(value)}" for name, value in given.items() if name not in NAMED]
-
-
-def find_seed(key: Key) -> int:
-    """Returns the seed of a key. Raises InputError for a key that `jax.random.key` does not make of
-    a seed.
-    """
-    try:
-        words = np.asarray(jax.random.key_data(key))
-        seed = int(words[-1])
-        if words.shape == (2,) and not words[0] and seed < 2**31:
-            return seed
-    except TypeError:
-        pass
-    raise InputError(
-        "key: a run in a directory records the seed that it was drawn by; use jax.random.key(SEED),"
-        " with a SEED from 0 to 2147483647"
-    )
 
 
 def describe_module(module: nn.Module | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -23,7 +23,7 @@ from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.data.datasets.pool import check_pool, read_features, to_array, to_float32
 from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
-from fedjax_cfl.formatting import clean_name, name_columns
+from fedjax_cfl.formatting import clean_name, describe_settings, name_columns, to_frame
 from fedjax_cfl.models import as_task, multilabel, regression
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.callbacks import MIXTURE
@@ -37,10 +37,14 @@ from fedjax_cfl.runs.results import (
 )
 from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, nest_arrays
 from fedjax_cfl.runs.tables import read_tables
+from fedjax_cfl.scores import describe_rows, pick_columns
 from fedjax_cfl.tasks import Targets, count_outputs, kind_of
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Params, Pool, Task
 from fedjax_cfl.validation import checked
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 BLOCK = 256  # samples per forward pass
 OWN_MODELS = "fedjax_cfl.models."
@@ -78,6 +82,20 @@ class LoadedRun(NamedTuple):
     columns: tuple[str, ...] | None = None  # of features [F], None: they have no names
     pixels: bool | None = None  # samples were uint8, read as x / 255; None: an old run does not say
 
+    def frame(self) -> "DataFrame":
+        """Returns the rows as a pandas.DataFrame: a row per test."""
+        return to_frame(self.rows)
+
+    def __repr__(self) -> str:
+        """Shows the last test, and what ran."""
+        names = ("algorithm", "dataset", "model", "seed")
+        shown = describe_settings({name: self.summary.get(name) for name in names})
+        return f"<{describe_rows(self.rows)}{shown}>"
+
+    def _repr_html_(self) -> str:
+        """Shows the last five tests in a notebook."""
+        return to_frame(map(pick_columns, self.rows[-5:])).to_html(index=False)
+
     def find_client(self, client: str | int) -> int:
         """Returns the row of a client in `table`. Raises InputError for a name that the
         run does not have.
@@ -89,14 +107,14 @@ class LoadedRun(NamedTuple):
         return names.index(wanted)
 
     def predict(self, client: str | int, x: Any, saved: SavedModels | None = None) -> np.ndarray:
-        """Returns the classes [B] int32 that a client's model, or its mixture of models, gives
-        samples x [B, ...]; of a regression the numbers [B] float32, of labels which of
-        them [B, T] int32, 0 or 1.
+        """Returns the classes [B] that a client's model, or its mixture of models, gives samples
+        x [B, ...]: their names where they have some, else int32; of a regression the numbers [B]
+        float32, of labels which of them [B, T] int32, 0 or 1.
 
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
-        return self.targets.guess(self._score(client, x, saved))
+        return self._name(self.targets.guess(self._score(client, x, saved)))
 
     def predict_proba(
         self, client: str | int, x: Any, saved: SavedModels | None = None
@@ -140,7 +158,15 @@ class LoadedRun(NamedTuple):
         client by its own, None: x itself.
         """
         scaled = self.scale(x, like=x if like is None else like)
-        return self.targets.guess(self.infer(model, scaled, saved or self.final))
+        return self._name(self.targets.guess(self.infer(model, scaled, saved or self.final)))
+
+    def _name(self, guess: np.ndarray) -> np.ndarray:
+        return guess if self.class_names is None else np.array(self.list_classes())[guess]
+
+    def list_classes(self) -> list[str]:
+        """Returns the names of the C classes; the number of one that has none."""
+        names = self.class_names or ()
+        return [*names, *map(str, range(len(names), self.num_classes))]
 
     def scale(self, x: Any, place: int | None = None, like: Any = None) -> np.ndarray:
         """Returns samples x [B, ...] as the models take them: standardised as those of the client

@@ -7,8 +7,9 @@ several, so that numbers appear while it goes on: no other loop writes rows.
 
 import functools
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -18,15 +19,22 @@ from jax.sharding import Mesh
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.distributed import any_process, gather_to_hosts
+from fedjax_cfl.formatting import describe_settings, to_frame
+from fedjax_cfl.scores import describe_rows, pick_columns
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Snapshot, Take
-from fedjax_cfl.simulation.program import Program, compile_run
+from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Carry, Plan, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, Measured, make_row, update_counters
 from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import checked
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @checked()
@@ -73,11 +81,31 @@ class Result(NamedTuple):
     times: dict[str, float]  # seconds: compile_s, train_s, eval_s
     memory: dict[str, int]  # bytes that each device was planned to hold, see `memory.plan_memory`
     programs: dict[str, int]  # how many were compiled or read: programs, programs_from_cache
+    settings: Mapping[str, Any] = NOTHING  # by name, what `cfl.run` was given or chose
+
+    def frame(self) -> "DataFrame":
+        """Returns the rows as a pandas.DataFrame: a row per test."""
+        return to_frame(self.rows)
+
+    def __repr__(self) -> str:
+        """Shows the last test, and what ran."""
+        return f"<{describe_rows(self.rows)}{describe_settings(self.settings)}>"
+
+    def _repr_html_(self) -> str:
+        """Shows the last five tests in a notebook."""
+        return to_frame(map(pick_columns, self.rows[-5:])).to_html(index=False)
 
 
-def run_setup(setup: Setup, plan: Plan, key: Key, callbacks: Sequence[Callback] = ()) -> Result:
-    """Runs what a setup describes in memory."""
-    return drive(compile_run(setup, key, plan), plan, None, [Watch(callbacks)])[0]
+def run_setup(
+    setup: Setup,
+    plan: Plan,
+    key: Key,
+    callbacks: Sequence[Callback] = (),
+    inputs: Inputs | None = None,
+) -> Result:
+    """Runs what a setup describes in memory; `inputs` are as in `compile_run`."""
+    program = compile_run(setup, key, plan, inputs=inputs)
+    return drive(program, plan, None, [Watch(callbacks)])[0]
 
 
 class Watch(NamedTuple):
