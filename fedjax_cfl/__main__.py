@@ -11,6 +11,6 @@ if __name__ == "__main__":
     here = os.getcwd()
     if sys.path[0] == here and not fedjax_cfl.__file__.startswith(os.path.join(here, "")):
         del sys.path[0]
-    from fedjax_cfl.cli.main import main  # only now: it imports other packages
+    from fedjax_cfl.cli.main import enter  # only now: it imports other packages
 
-    sys.exit(main())
+    enter()

@@ -205,13 +205,8 @@ LOADED = {  # what only `predict` reads
     "another shape": (save_again(sample_shape=[7, 8]), "other parameters than this module"),
     "models of another run": (save_again(run_id="x"), "holds models of another run"),
     "a short index": (with_index(lambda index: index[:3]), ANOTHER),
-    "an index beyond": (with_index(lambda index: index + 7), "names models that it does not have"),
-    "no index": (without("index"), "it has no \"['index']\""),
-    "no models": (without("models"), "it has no 'models'"),
-    "fewer of one parameter": (
-        save_again(lambda arrays: arrays | {BIAS: np.zeros((1, 10), np.float32)}),
-        "names models that it does not have",
-    ),
+    "no index": (without("index"), "cannot be read: 'index'"),
+    "no models": (without("models"), "cannot be read: 'models'"),
     "nobody with a model": (
         with_index(lambda index: np.full(K, -1)),
         "no client of the run has a model",

@@ -7,6 +7,7 @@ import pytest
 from conftest import call, one_line
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli import main
 
 LINE = "algorithm=nonfed rounds=3 clients_per_round=6 local.lr=0.3 curves=false"
 PARTS = "dataset.source.y=state dataset.source.client=site dataset.source.split=part"
@@ -80,6 +81,7 @@ ALIKE = {
     "text ids": lambda frame: frame.assign(site=frame["site"].map(lambda site: f" {site}.0")),
     "decomposed labels": lambda frame: frame.assign(state=frame["state"].map(as_mac)),
     "blanks": lambda frame: frame.rename(columns=lambda name: f" {name} "),
+    "more columns": lambda frame: frame.assign(winds=1.5, day="2026-01-01"),
     "no note": lambda frame: frame.drop(columns="note"),
     "row numbers": lambda frame: frame.reset_index(names="Unnamed: 0"),
     "sorted by label": lambda frame: frame.sort_values("state"),
@@ -102,7 +104,6 @@ def test_the_same_samples_get_the_same_predictions(change, kind, folder, predict
 OTHER = {
     "renamed": ({"hum": "humid"}, {}, "column hum is missing", "(did you mean 'humid'?)"),
     "missing": ({"hum": None}, {}, "column hum is missing", "expected one of"),
-    "additional": ({}, {"winds": 1.5}, "column winds is not one", "(did you mean 'wind'?)"),
     "no client": ({"site": "sites"}, {}, "client=site is not there", "did you mean 'sites'?"),
 }
 
@@ -125,19 +126,61 @@ def test_a_table_without_labels_needs_no_label_column(folder, predict):
     assert status == 2 and "y=state is not there" in error
 
 
+def test_rows_that_cannot_be_predicted_are_named_and_the_others_written(folder, predict):
+    """Without a value, or of a client that the run does not know and no label says anything of."""
+    frame = make_frame().astype({"site": "string"}).drop(columns="state")
+    frame.loc[[4, 7], "hum"] = None
+    frame.loc[frame.index % 6 == 5, "site"] = "zoe"
+    for kind, out in (("csv", "p.csv"), ("parquet", "p.parquet")):
+        status, line, error = predict(kind, save(frame, kind), f"--no-labels --out {out}")
+        assert (status, line) == (1, f"written to {out}")
+        assert error == (
+            f"fedjax-cfl: new.{kind}: 42 of 240 rows are not predicted: a value is missing in row"
+            " 4, 7 (the first is 0); client zoe has no model in this run, and without y of"
+            " training samples none can be chosen\n"
+        )
+        table = pd.read_csv(out) if kind == "csv" else pd.read_parquet(out)
+        rows = [row for row in range(240) if row % 6 != 5 and row not in (4, 7)]
+        assert table["row"].tolist() == rows
+        run = cfl.load_run(folder / kind)
+        whole = frame[frame["site"] == "3"]
+        right = run.predict(3, whole[COLUMNS])
+        assert table["predicted"][table["client"].astype(str) == "3"].tolist() == right.tolist()
+    status, _, error = predict("csv", save(frame[frame["site"] == "zoe"], "csv"), "--no-labels")
+    assert status == 2 and "40 of 40 rows are not predicted: client zoe" in error
+    arrays = dict(np.load("float.npz"))
+    arrays["x"][3, 0, 0] = np.nan
+    np.savez("new.npz", **arrays)
+    status, _, error = predict("float", "new.npz", "--out p.npz")
+    assert status == 1 and "1 of 120 rows are not predicted: a value is missing in row 3" in error
+    assert np.load("p.npz")["row"].tolist() == [0, 1, 2, *range(4, 120)]
+
+
+@pytest.mark.parametrize("end", [0, 2])
+def test_the_command_ends_at_once(end, monkeypatch):
+    """Threads that are still at work could abort a usual exit, after the last line."""
+    ends = []
+    monkeypatch.setattr(main, "main", lambda: end)
+    monkeypatch.setattr(main.os, "_exit", ends.append)
+    for verb in ("predict", "doctor"):
+        monkeypatch.setattr(main.sys, "argv", ["fedjax-cfl", verb])
+        with pytest.raises(SystemExit):
+            main.enter()
+    assert ends == [end]
+
+
 def test_a_frame_is_taken_by_name_from_python(folder):
     run, frame = cfl.load_run(folder / "csv"), make_frame()[COLUMNS]
     assert run.columns == tuple(COLUMNS)
     right = run.predict(3, frame.to_numpy())
+    assert set(right) <= {"caf\u00e9", "off", "on"}, "by their names"
     table = pa.Table.from_pandas(frame[["wind", "temp", "hum"]])
     for client in (3, 3.0, "3", " 3.0", np.int64(3)):
         for x in (frame, frame[COLUMNS[::-1]], table):
             np.testing.assert_array_equal(run.predict(client, x), right)
     one_line("no column hum, which the run was trained on (did you mean 'humid'?)",
              run.predict, 3, frame.rename(columns={"hum": "humid"}))  # fmt: skip
-    one_line(
-        "a column more, which the run was not trained on", run.predict, 3, frame.assign(more=1)
-    )
+    np.testing.assert_array_equal(run.predict(3, frame.assign(more=1)), right)
     one_line("no client of this name", run.predict, "31", frame)
     x, y = frame.to_numpy(), make_frame()["state"]
     pool = cfl.from_arrays(frame, y.tolist())

@@ -34,6 +34,19 @@ SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"
 INFO_FLAGS = ("help", "hydra_help", "shell_completion", "info")  # which show something
 
 
+def enter() -> None:
+    """Is the process of the command. `predict` starts no processes and leaves no files open, and
+    ends at once: threads of JAX and Arrow that are still at work then could abort a usual exit,
+    after its last line.
+    """
+    status = main()
+    if sys.argv[1:2] == ["predict"]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 def main() -> int:
     """Runs what the command line asks for; returns the exit status: 0 done, 1 it could
     not go on, 2 bad input (one line on stderr), 130 interrupted.

@@ -3,11 +3,12 @@
 An .npz has x [N, ...] and, if you like, y [N] (class numbers, or names; the numbers that a run
 regressed; or labels [N, T]), client [N] (names as in clients.parquet) and split [N] (0 train, 1
 test); any other file, or folder, is read with the settings by which the run read its own, the
-columns of a table by name. A client of the run uses its own model.
+columns of a table by name; others are not read. A client of the run uses its own model.
 A client without a model in the run, or a file without `client`, takes the model of lowest
 loss on its own training samples (on all of them without split), so it needs y, unless the method
 places clients by their inputs alone. Where clients of the run mix all models, it finds its weights
-on them.
+on them. Rows without a value, and those of a client that no model can be found for, are left out:
+the others are predicted and written, a line says which are not, and the exit status is 1.
 """
 
 import argparse
@@ -18,10 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
-from fedjax_cfl.data.datasets.readers import read_npz, shorten
+from fedjax_cfl.data.datasets.readers import list_names, read_npz, shorten
 from fedjax_cfl.data.datasets.table import read_new_samples
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import clean_name, to_frame
@@ -45,8 +47,8 @@ class Predictions(NamedTuple):
     probabilities: np.ndarray | None  # [N, C] float32, of classes or labels; None: of numbers
 
 
-def main(argv: list[str]) -> int:
-    """Prints how many samples were predicted and how well; writes them with --out."""
+def make_parser() -> argparse.ArgumentParser:
+    """Returns what reads the arguments."""
     parser = argparse.ArgumentParser(
         prog="fedjax-cfl predict", description="Predict with the models of a finished run."
     )
@@ -65,7 +67,12 @@ def main(argv: list[str]) -> int:
         help="write a row for each sample to a .csv or .parquet: client, predicted, model, known"
         " and, of classes or labels, probabilities; to an .npz arrays [N] and [N, C]",
     )
-    given = parse_arguments(parser, argv)
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Prints how many samples were predicted and how well; writes them with --out."""
+    given = parse_arguments(make_parser(), argv)
     files = [Path(name) for name in (given.out, given.file) if name]
     if given.out and all(file.exists() for file in files) and os.path.samefile(*files):
         raise InputError(f"--out={given.out}: would replace the samples; choose another file")
@@ -74,40 +81,81 @@ def main(argv: list[str]) -> int:
     run = load_run(given.run_dir)
     if given.confusion and not run.num_classes:
         raise InputError("--confusion: counts classes, and the run had none")
-    arrays = read_samples(run, given.file, labels=not given.no_labels)
     saved = run.best if given.best else run.final
     if saved is None:
         words = run.targets.score.words
         raise InputError(
             f"run_dir={given.run_dir}: no evaluation had a score ({words}) to be best of"
         )
-    read_as_training(given.file, arrays)
+    arrays, total = read_samples(run, given.file, labels=not given.no_labels)
+    missing = np.setdiff1d(np.arange(total), arrays["row"])
     try:
-        found = predict_all(run, saved, arrays, given.run_dir)
+        found, unknown = predict_all(run, saved, arrays, given.run_dir)
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
+    left = describe_left_out(missing, total, unknown)
+    if not len(arrays["row"]):
+        raise InputError(f"{given.file}: {left}")
     print("\n".join(describe_predictions(run, saved, arrays, found)))
     counted = "y" in arrays and run.num_classes
     confusion = count_confusions(run, saved, arrays, found) if counted else None
     if given.confusion:
         if confusion is None:
             raise InputError(f"{given.file}: has no labels y, which --confusion counts")
-        print("\n".join(describe_confusions(confusion, run.class_names)))
+        print("\n".join(describe_confusions(confusion, run.list_classes())))
     if given.out:
-        write_predictions(given.out, found, confusion, run.class_names, arrays.get("client"))
-    return 0
+        columns = {name: arrays[name] for name in ("row", "client") if name in arrays}
+        if not left:
+            del columns["row"]  # that of each sample in the file
+        write_predictions(given.out, run, found, confusion, columns)
+    if left:
+        print_error(f"{given.file}: {left}")
+    return int(bool(left))
 
 
-def read_samples(run: LoadedRun, file: str, labels: bool) -> dict[str, np.ndarray]:
-    """Returns x and what else there is of y, client and split, of an .npz, or of a file that is
-    read as the run read its own; False `labels`: a table has none. Raises InputError for what
-    cannot be read so.
+def describe_left_out(missing: np.ndarray, total: int, unknown: dict[str, np.ndarray]) -> str:
+    """Returns which rows are not predicted, and why; nothing where all are.
+
+    Args: `missing` are those without a value, of `total`; `unknown` has those of each client that
+    has no model.
+    """
+    reasons = []
+    if missing.size:
+        shown = list_names(list(map(str, missing.tolist())))
+        reasons.append(f"a value is missing in row {shown} (the first is 0)")
+    if unknown:
+        who = list_names(list(filter(None, unknown))) or "of a file without client"
+        reasons.append(
+            f"client {who} has no model in this run, and without y of training samples none can be"
+            " chosen"
+        )
+    count = missing.size + sum(map(len, unknown.values()))
+    return f"{count:,} of {total:,} rows are not predicted: {'; '.join(reasons)}" if count else ""
+
+
+def read_samples(run: LoadedRun, file: str, labels: bool) -> tuple[dict[str, np.ndarray], int]:
+    """Returns x, what else there is of y, client and split, and the row of each sample that lacks
+    no value, and how many rows there are; of an .npz, or of a file that is read as the run read
+    its own; False `labels`: it has none. Raises InputError for what cannot be read so.
     """
     if file.lower().endswith(".npz"):
-        found = read_npz(file, ("x",), ("y", "client", "split"))
-        return found if labels else {name: found[name] for name in found if name != "y"}
-    pool = read_as_run(run, file, labels)
-    arrays = {"x": np.asarray(pool.x)}
+        names = ("y", "client", "split") if labels else ("client", "split")
+        arrays = read_npz(file, ("x",), names)
+        total = len(arrays["x"]) if arrays["x"].ndim else 1
+        for name in set(names) & set(arrays):
+            if arrays[name].shape[:1] != (total,):
+                raise InputError(
+                    f"{file}: {name} has shape {arrays[name].shape}, expected ({total},)"
+                )
+        if "client" in arrays:
+            ids, number = number_clients(file, arrays["client"], total)
+            arrays["client"] = ids[number]
+        if "split" in arrays:
+            arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(total))
+        rows = list_whole(arrays["x"])
+        return {name: array[rows] for name, array in arrays.items()} | {"row": rows}, total
+    pool, rows, total = read_as_run(run, file, labels)
+    arrays = {"x": np.asarray(pool.x), "row": rows}
     if labels:
         names = pool.class_names
         arrays["y"] = pool.y if names is None else np.array(names)[pool.y]
@@ -115,12 +163,21 @@ def read_samples(run: LoadedRun, file: str, labels: bool) -> dict[str, np.ndarra
         names = pool.client_names
         arrays["client"] = pool.client if names is None else np.array(names)[pool.client]
     if pool.test is not None:
-        arrays["split"] = pool.test.astype(np.int32)
-    return arrays
+        arrays["split"] = pool.test
+    return arrays, total
 
 
-def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
-    """Returns the pool of a file, read with the settings of the run's own data."""
+def list_whole(x: np.ndarray) -> np.ndarray:
+    """Returns which samples x [N, ...] lack no value."""
+    if x.dtype.kind != "f" or not x.ndim:
+        return np.arange(len(x) if x.ndim else 1)
+    return np.flatnonzero(~np.isnan(x.reshape(len(x), -1)).any(1))
+
+
+def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarray, int]:
+    """Returns the pool of a file, read with the settings of the run's own data, the row of each
+    sample, and how many rows there are.
+    """
     source = dict(run.settings["dataset"]["source"])
     target = str(source.pop("_target_", ""))
     name = target.removeprefix(SOURCES)
@@ -131,10 +188,10 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
             f"{file}: number_text=true numbers the text of each file by itself; expected an .npz of"
             " numbers"
         )
-    known = run.class_names
-    if "num_classes" in source and (known is None or all(name.isdecimal() for name in known)):
+    classes = run.class_names
+    if "num_classes" in source and (classes is None or all(map(str.isdecimal, classes))):
         # a label that no sample of this file has is no gap
-        source["num_classes"] = run.num_classes if known is None else 1 + max(map(int, known))
+        source["num_classes"] = run.num_classes if classes is None else 1 + max(map(int, classes))
     if name in TABLES and run.columns is not None:
         return read_new_samples(name, source | {"path": file}, run.columns, labels)
     if not labels and name not in TABLES:
@@ -146,51 +203,42 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> Pool:
         source |= dict.fromkeys(unread)
     elif run.columns is not None and source.get("x", "") is None:
         source["x"] = list(run.columns)
-    return getattr(datasets, name)(**source | {"path": file})
-
-
-def read_as_training(file: str, arrays: dict[str, np.ndarray]) -> None:
-    """Replaces clients by their ids, and split by a mask of test samples, as training reads them.
-    Raises InputError, which names the file, for what training would refuse.
-    """
-    size = np.shape(arrays["x"])[:1]
-    if "client" in arrays:
-        ids, number = number_clients(file, arrays["client"], *size or (1,))
-        arrays["client"] = ids[number]
-    if "split" in arrays:
-        arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(size))
+    pool = getattr(datasets, name)(**source | {"path": file})
+    return pool, np.arange(len(pool.x)), len(pool.x)
 
 
 def predict_all(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], run_dir: str
-) -> Predictions:
-    """Predicts every sample with its client's model; labels in `arrays` become class numbers;
-    `run_dir` is that of the run. Raises InputError for arrays that do not fit.
+) -> tuple[Predictions, dict[str, np.ndarray]]:
+    """Predicts every sample with its client's model. Returns what is predicted, and the rows of
+    each client that no model is found for, by its name; of `arrays` these samples are taken away,
+    and labels become class numbers. `run_dir` is that of the run. Raises InputError for arrays
+    that do not fit.
     """
-    x = run.check_samples(arrays["x"])
-    for name in ("y", "client", "split"):
-        if name in arrays and arrays[name].shape[:1] != (len(x),):
-            raise InputError(f"{name} has shape {arrays[name].shape}, expected ({len(x)},)")
-    if "y" in arrays:
+    x = run.check_samples(arrays["x"]) if len(arrays["x"]) else arrays["x"]
+    if "y" in arrays and len(x):
         arrays["y"] = run.check_labels(arrays["y"], len(x))
     clients = arrays.get("client", np.zeros(len(x), np.int32))
     met = list_met(run, saved) if "client" in arrays else {}
     model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
     scores = np.zeros((len(x), run.outputs), np.float32)
     alike = run.final.scaling is None
-    scaled = run.scale(x) if alike else np.empty(x.shape, np.float32)
+    scaled = run.scale(x) if alike and len(x) else np.empty(x.shape, np.float32)
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
-    waiting = []  # clients that are placed by their inputs
+    waiting, unknown = [], {}  # clients that are placed by their inputs, and those without a model
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        place, here = met.get(clean_name(client), (None, None))
-        known[rows] = here is not None
+        place, used = met.get(clean_name(client), (None, None))
+        known[rows] = used is not None
         if not alike:
             scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
-        if here is None and "y" not in arrays and can_place(run, saved):
+        if used is None and "y" not in arrays and can_place(run, saved):
             waiting.append(rows)
             continue
-        used = choose_model(run, saved, arrays, rows) if here is None else here
+        used = choose_model(run, saved, arrays, rows) if used is None else used
+        if used is None:
+            unknown[str(client) if "client" in arrays else ""] = rows
+            continue
         model[rows] = used if isinstance(used, int) else np.argmax(used)
         if not isinstance(used, int):
             scores[rows] = run.infer(used, scaled[rows], saved)
@@ -201,10 +249,14 @@ def predict_all(
         groups = place_clients(run_dir, run, scaled[np.concatenate(each)], owner)
         for rows, group in zip(waiting, groups, strict=True):
             model[rows] = group
-    for used in np.unique(model) if saved.weights is None else ():
-        rows = np.flatnonzero(model == used)
+    kept = np.setdiff1d(np.arange(len(x)), np.concatenate([[], *unknown.values()])).astype(int)
+    for used in np.unique(model[kept]) if saved.weights is None else ():
+        rows = kept[model[kept] == used]
         scores[rows] = run.infer(int(used), scaled[rows], saved)
-    return Predictions(run.targets.guess(scores), model, known, run.targets.chances(scores))
+    arrays |= {name: array[kept] for name, array in arrays.items()}
+    scores = scores[kept]
+    guess, chances = run.targets.guess(scores), run.targets.chances(scores)
+    return Predictions(guess, model[kept], known[kept], chances), unknown
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -227,16 +279,13 @@ def list_training(arrays: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray
 
 def choose_model(
     run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], rows: np.ndarray
-) -> int | np.ndarray:
+) -> int | np.ndarray | None:
     """Returns the model for a client that has none, or its weights [M] of all models, by its
-    training samples among `rows`.
+    training samples among `rows`; None: they have no labels, or there are none.
     """
-    if "y" not in arrays:
-        who = f"client {arrays['client'][rows[0]]}" if "client" in arrays else "a file without ids"
-        raise InputError(f"{who} has no model in this run, and without y none can be chosen")
     rows = list_training(arrays, rows)
-    if not rows.size:
-        raise InputError("split: a client that is new to the run has no training samples")
+    if "y" not in arrays or not rows.size:
+        return None
     find = run.find_model if saved.weights is None else run.find_weights
     return find(arrays["x"][rows], arrays["y"][rows], saved)
 
@@ -279,11 +328,11 @@ def count_confusions(
     return counts
 
 
-def describe_confusions(counts: np.ndarray, names: tuple[str, ...] | None) -> list[str]:
+def describe_confusions(counts: np.ndarray, names: list[str]) -> list[str]:
     """Returns the matrix of each model that has samples, as lines: true classes down, predicted
     ones across; of more than `MOST_CLASSES` the most frequent confusions alone.
     """
-    classes, lines = name_classes(names, counts.shape[1]), []
+    classes, lines = [shorten(name)[1:-1] for name in names], []
     for model in np.flatnonzero(counts.sum((1, 2))):
         mine = counts[model]
         lines.append(f"model {model}, {mine.sum():,} samples: true classes down, predicted across")
@@ -300,55 +349,49 @@ def describe_confusions(counts: np.ndarray, names: tuple[str, ...] | None) -> li
     return lines
 
 
-def name_classes(names: tuple[str, ...] | None, classes: int) -> list[str]:
-    """Returns what classes are called; their numbers, where they have no names."""
-    own = names or ()
-    return [*(shorten(name)[1:-1] for name in own), *map(str, range(len(own), classes))]
-
-
 def write_predictions(
     path: str,
+    run: LoadedRun,
     found: Predictions,
     confusion: np.ndarray | None,
-    names: tuple[str, ...] | None,
-    client: np.ndarray | None,
+    columns: dict[str, np.ndarray],
 ) -> None:
     """Writes the predictions as a table, or as arrays of an npz file.
 
     Args: `path` ends in what it is written as; `found` are the predictions of N samples;
-    `confusion` [M, C, C] is written to an npz, None: labels are not known; `names` are those of
-    classes, None: they have numbers; `client` [N] has each sample's, None: it is not known.
+    `confusion` [M, C, C] is written to an npz, None: labels are not known; `columns` [N] come
+    before them.
     """
-    arrays: dict[str, Any] = {"client": client} | found._asdict()
-    arrays = {name: value for name, value in arrays.items() if value is not None}
-    if confusion is not None:
-        arrays["confusion"] = confusion
-    if names is not None and found.probabilities is not None:
-        numbers = range(len(names), found.probabilities.shape[1])
-        arrays["classes"] = np.array([*names, *map(str, numbers)])
+    arrays: dict[str, Any] = columns | {k: v for k, v in found._asdict().items() if v is not None}
+    if run.class_names is not None:
+        arrays["classes"] = np.array(run.list_classes())
         arrays["predicted"] = arrays["classes"][found.predicted]
     try:
-        if path.lower().endswith(".csv"):
-            write_columns(path, list_rows(arrays))
-        elif path.lower().endswith(".parquet"):
-            with atomic_write(path) as temporary:
-                to_frame(list_rows(arrays)).to_parquet(temporary)
-        else:
+        if path.lower().endswith(".npz"):
+            arrays |= {} if confusion is None else {"confusion": confusion}
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **arrays)
+        elif path.lower().endswith(".csv"):
+            table = list_columns(arrays)
+            rows = zip(*table.values(), strict=True)
+            write_columns(path, [dict(zip(table, row, strict=True)) for row in rows])
+        else:
+            with atomic_write(path) as temporary:
+                to_frame(list_columns(arrays)).to_parquet(temporary)
     except OSError as error:
         raise InputError(f"--out={path}: cannot be written: {error.strerror}") from None
     print(f"written to {path}")
 
 
-def list_rows(arrays: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Returns a row for each sample, with a column for each class or label."""
+def list_columns(arrays: dict[str, np.ndarray]) -> dict[str, list[Any]]:
+    """Returns the columns of a table, with one for each class or label."""
     columns = {}
-    for name in ("client", "predicted", "model", "known", "probabilities"):
-        values = arrays.get(name)
-        if values is not None and values.ndim == 1:
+    for name, values in arrays.items():
+        if name == "classes":
+            continue
+        if values.ndim == 1:
             columns[name] = values.tolist()
-        elif values is not None:
+        else:
             classes = arrays["classes"] if "classes" in arrays else range(values.shape[1])
             columns |= dict(zip((f"{name} {c}" for c in classes), values.T.tolist(), strict=True))
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return columns

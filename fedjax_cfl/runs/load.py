@@ -8,7 +8,6 @@ argument, so that reading a directory imports nothing that it names.
 """
 
 import functools
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_cfl import models
 from fedjax_cfl.client.mixture import explain_samples, mix_predictions
 from fedjax_cfl.data.datasets.pool import check_pool, read_features, to_array, to_float32
 from fedjax_cfl.data.scaling import Scaling
@@ -281,17 +281,12 @@ class LoadedRun(NamedTuple):
 
 def take_columns(frame: Any, there: dict[str, Any], columns: tuple[str, ...]) -> np.ndarray:
     """Returns the columns of a frame, see `name_columns`, in the order of those of a run. Raises
-    InputError for a frame that lacks one or has others.
+    InputError for a frame that lacks one.
     """
     for name in columns:
         if name not in there:
             nearest = suggest_nearest(name, set(there) - set(columns))
             raise InputError(f"x has no column {name}, which the run was trained on{nearest}")
-    if other := [name for name in there if name not in columns]:
-        raise InputError(
-            f"x has a column {other[0]}, which the run was not trained on"
-            f"{suggest_nearest(other[0], columns)}"
-        )
     return np.stack([np.asarray(frame[there[name]]) for name in columns], axis=1)
 
 
@@ -325,19 +320,14 @@ def load_run(
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
     final, facts = read_models(run_dir / FINAL_FILE)
-    if summary is not None and final is None and (run_dir / "final").is_dir():
-        raise InputError(
-            f"run_dir={run_dir}: an earlier version of fedjax-cfl wrote its models; read it with"
-            " that version, or run it again"
-        )
-    if summary is None or final is None or facts is None or not rows:
+    if summary is None or final is None or not rows:
         raise InputError(
             f"run_dir={run_dir}: the run has not finished and has no final models; the command"
             " that began it goes on with it"
         )
     best, best_facts = read_models(run_dir / BEST_FILE)
-    for name, found in ((FINAL_FILE, facts), (BEST_FILE, best_facts)):
-        if found is not None and found.get("run_id") != summary.get("run_id"):
+    for name, known in ((FINAL_FILE, facts), (BEST_FILE, best_facts)):
+        if known and known.get("run_id") != summary.get("run_id"):
             raise InputError(
                 f"{run_dir / name}: holds models of another run than {SUMMARY_FILE}; put back the"
                 " file that this run has written"
@@ -345,25 +335,17 @@ def load_run(
     settings = read_settings(run_dir)
     shape, classes = tuple(facts["sample_shape"]), facts["num_classes"]
     names, columns = (facts.get(name) and tuple(facts[name]) for name in ("class_names", "columns"))
-    scaling = final.scaling
-    if scaling is not None and not scaling.fits(shape, final.model_index.size):
-        raise InputError(
-            f"{run_dir / FINAL_FILE}: its scaling does not fit samples of shape {shape}"
-        )
     targets = find_targets(run_dir, settings, classes, targets)
     outputs = facts.get("labels") or max(classes, 1)
     module = module or build_module(settings["model"]["module"], outputs)
     task = as_task(module, shape, classes, 0, targets)
-    for models in (final, best):
-        if models is not None:
-            _check_fit(run_dir, task, models.models)
-    if not (run_dir / CLIENTS_FILE).exists():
-        raise InputError(f"{run_dir / CLIENTS_FILE}: there is none; put back what the run wrote")
+    _check_fit(run_dir, task, final.models)
     tables = read_tables(run_dir, summary, rows, final.model_index.size)
-    assert tables.clients is not None
-    table, assignments = tables.clients, tables.assignments
-    run = settings, summary, rows, table, assignments, final, best, task, shape, classes, names
-    return LoadedRun(*run, outputs, columns, facts.get("pixels"))
+    if tables.clients is None:
+        raise InputError(f"{run_dir / CLIENTS_FILE}: there is none; put back what the run wrote")
+    about = settings, summary, rows, tables.clients, tables.assignments
+    more = task, shape, classes, names, outputs, columns, facts.get("pixels")
+    return LoadedRun(*about, final, best, *more)
 
 
 def find_targets(
@@ -374,52 +356,43 @@ def find_targets(
     """
     if classes:
         return None
-    try:
-        node = dict(settings.get("task") or {})
-        known = {f"{OWN_MODELS}{make.__name__}": make for make in (regression, multilabel)}
-        make = known.get(node.pop("_target_", None))
-        found = given if make is None else make(**node)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"{run_dir}: task cannot be read ({error})") from None
-    if found is None:
+    node = dict(settings.get("task") or {})
+    kinds = {f"{OWN_MODELS}{make.__name__}": make for make in (regression, multilabel)}
+    make = kinds.get(node.pop("_target_", None))
+    trained = given if make is None else make(**node)
+    if trained is None:
         raise InputError(
             f"run_dir={run_dir}: the run had a loss of your own, which no file holds; give it, as"
             " in load_run(run_dir, targets=cfl.models.regression(loss))"
         )
-    if given is not None and given.settings != found.settings:
-        used = " ".join(f"{name}={value}" for name, value in found.settings)
+    if given is not None and given.settings != trained.settings:
+        used = " ".join(f"{name}={value}" for name, value in trained.settings)
         raise InputError(f"run_dir={run_dir}: targets are not those of the run, which had {used}")
-    return found
+    return trained
 
 
-def read_models(path: Path) -> tuple[SavedModels | None, dict[str, Any] | None]:
-    """Returns the models of a file and its facts; (None, None) where there is none. Raises
+def read_models(path: Path) -> tuple[SavedModels | None, dict[str, Any]]:
+    """Returns the models of a file and its facts, None and nothing where there is none. Raises
     InputError if it is damaged.
     """
     if not path.exists():
-        return None, None
+        return None, {}
     try:
         arrays, facts = load_arrays(path)
-        index = arrays.pop("['index']")
-        weights, label_shares = (arrays.pop(f"['{name}']", None) for name in MIXTURE)
         tree = nest_arrays(arrays)
-        models, scaling = tree["models"], tree.get("scaling") and Scaling(**tree["scaling"])
-        total = {len(leaf) for leaf in jax.tree.leaves(models)}
-        if len(total) != 1 or (index.size and not -1 <= index.min() <= index.max() < max(total)):
-            raise ValueError("its index names models that it does not have")
-    except KeyError as error:
-        raise InputError(f"{path}: cannot be read: it has no {error}") from None
+        weights, label_shares = (tree.get(name) for name in MIXTURE)
+        scaling = tree.get("scaling") and Scaling(**tree["scaling"])
+        common = facts["round"], tree["models"], tree["index"]
+        return SavedModels(*common, weights, label_shares, scaling), facts
     except Exception as error:  # whatever damage does to a reader
         raise InputError(f"{path}: cannot be read: {explain(error)}") from None
-    return SavedModels(facts["round"], models, index, weights, label_shares, scaling), facts
 
 
 def check_weights(weights: Any, total: int) -> np.ndarray:
     """Returns the weights of `total` models. Raises InputError unless they are shares of 1."""
-    found = np.asarray(weights)
-    if found.shape != (total,) or found.dtype.kind not in "buif":
+    found = np.asarray(weights, np.float32)
+    if found.shape != (total,):
         raise InputError(f"model has shape {found.shape}, expected weights of shape ({total},)")
-    found = found.astype(np.float32)
     if not (found >= 0).all() or not np.isclose(found.sum(), 1, atol=1e-3):
         raise InputError("model: weights must be >= 0 and have the sum 1")
     return found
@@ -441,27 +414,22 @@ def _instantiate(node: Any) -> Any:
     if not isinstance(node, dict):
         return node
     target = str(node.get("_target_"))
-    room, _, name = target.rpartition(".")
-    if not target.startswith(OWN_MODELS) or not name.isidentifier():
+    function: Any = getattr(models, target.rpartition(".")[2], None)
+    is_model = isinstance(function, type) and issubclass(function, nn.Module)
+    if not target.startswith(OWN_MODELS) or not is_model:
         raise InputError(
             f"model.module._target_={target}: is no model of the package; give it as"
             " load_run(run_dir, module=...)"
         )
-    try:
-        function = getattr(importlib.import_module(room), name)
-    except (ImportError, AttributeError):
-        raise InputError(f"model.module._target_={target}: there is no such model") from None
-    if not (isinstance(function, type) and issubclass(function, nn.Module)):
-        raise InputError(f"model.module._target_={target}: is no flax.linen.Module")
     own = {str(key): value for key, value in node.items()}
     values = {key: _instantiate(value) for key, value in own.items() if not key.startswith("_")}
     return functools.partial(function, **values)
 
 
-def _check_fit(run_dir: Path, task: Task, models: Params) -> None:
+def _check_fit(run_dir: Path, task: Task, saved: Params) -> None:
     expected = jax.eval_shape(task.init, jax.random.key(0))
     shapes = jax.tree.map(lambda leaf: leaf.shape, expected)
-    if shapes != jax.tree.map(lambda leaf: leaf.shape[1:], models):
+    if shapes != jax.tree.map(lambda leaf: leaf.shape[1:], saved):
         raise InputError(f"run_dir={run_dir}: its models have other parameters than this module")
 
 

@@ -178,11 +178,8 @@ def refuse_absent(table: Table, named: Iterable[tuple[str, str]]) -> None:
 
 def match_columns(table: Table, source: Source, trained: Sequence[str], labels: bool) -> Source:
     """Returns which column of a table of new samples is what, for a run that was `trained` on
-    features of these names; with False `labels` there are none, and times and concepts are not
-    read.
-
-    Raises InputError where a column is missing, or where there is one more that the run, whose x
-    was not named, would have been trained on.
+    features of these names; with False `labels` there are none, and times, concepts and other
+    columns are not read. Raises InputError where a column is missing.
     """
     there = list(table.frame.columns)
     used = source._replace(y=source.y if labels else None, time=None, concept=None)
@@ -193,15 +190,6 @@ def match_columns(table: Table, source: Source, trained: Sequence[str], labels: 
             raise InputError(
                 f"{table.name}: column {name} is missing, which the run was trained on"
                 f"{describe_columns(name, rest or there)}"
-            )
-    known = {name for _, name in list_roles(source)} | {*trained}
-    for name in there if source.x is None else ():
-        if name in known or WRITTEN.fullmatch(name) or COUNTER.fullmatch(name):
-            continue
-        if cells.find_kind(table.frame[name]) == "numbers":
-            raise InputError(
-                f"{table.name}: column {name} is not one that the run was trained on"
-                f"{suggest_nearest(name, trained)}, expected {list_names(list(trained))} alone"
             )
     return used._replace(x=list(trained))
 

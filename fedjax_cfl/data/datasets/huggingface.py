@@ -97,7 +97,7 @@ def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None
     """
     root = os.path.expanduser(path)
     inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
-    if os.path.isabs(root) and not os.path.isdir(root):  # no name of the hub, which is not asked
+    if os.path.isabs(root) and not os.path.exists(root):  # no name of the hub, which is not asked
         raise InputError(f"{path}: no such folder, expected one, or a name of the hub")
     numbers = {int(found[1]): name for name in inside if (found := PARTITION.fullmatch(name))}
     lost = [i for i in range(len(numbers)) if i not in numbers]

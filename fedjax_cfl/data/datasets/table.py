@@ -14,6 +14,7 @@ from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, Rule, checked
 
 if TYPE_CHECKING:
+    import numpy
     import pandas
     import pyarrow
 
@@ -146,15 +147,21 @@ def read_source(kind: Kind, source: dict[str, Any]) -> Pool:
 
 def read_new_samples(
     kind: Any, source: dict[str, Any], trained: Sequence[str], labels: bool
-) -> Pool:
+) -> tuple[Pool, "numpy.ndarray", int]:
     """Returns the pool of new samples for a run, of files that `source` describes as those of the
-    run; `kind` is as in `read_source`, the others as in `frame.match_columns`.
+    run, the row of each sample that lacks no value, and how many rows there are; `kind` is as in
+    `read_source`, the others as in `frame.match_columns`.
     """
     from fedjax_cfl.data.datasets import frame
 
     table = _read_files(kind, source)
     used = frame.match_columns(table, frame.describe(source), trained, labels)
-    return frame.make_pool(table, used)
+    read = [*trained, *(name for _, name in frame.list_roles(used))]
+    whole = table.frame[read].notna().all(axis=1).to_numpy()
+    rows, total = whole.nonzero()[0], len(whole)
+    if 0 < rows.size < total:
+        table = tables.Table(table.frame.iloc[rows].reset_index(drop=True), table.name)
+    return frame.make_pool(table, used), rows, total
 
 
 def _read_files(kind: Kind, source: dict[str, Any]) -> tables.Table:
