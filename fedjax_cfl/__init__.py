@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedjax_cfl import algorithms, models, personal
     from fedjax_cfl.analysis.runs import load_runs
+    from fedjax_cfl.cli.study import study
     from fedjax_cfl.client import Execution, Local, make_execution
     from fedjax_cfl.clustering.clustered import clustered
     from fedjax_cfl.clustering.measure import embeddings, gradients, label_counts, losses
@@ -104,11 +105,13 @@ __all__ = [
     "select",
     "standardize",
     "stream",
+    "study",
     "to_frame",
     "use_cpu_cores",
 ]
 HOMES = {  # where each of them is from, for Python what stands above for type checkers
     "analysis.runs": ("load_runs",),
+    "cli.study": ("study",),
     "client": ("Execution", "Local", "make_execution"),
     "clustering.clustered": ("clustered",),
     "clustering.measure": ("embeddings", "gradients", "label_counts", "losses"),

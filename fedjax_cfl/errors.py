@@ -50,7 +50,7 @@ def parse_arguments(parser: argparse.ArgumentParser, arguments: list[str]) -> ar
         raise InputError(f"{message}; see {parser.prog} --help")
 
     parser.error = refuse
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 def warn(line: str) -> None:

@@ -1,5 +1,6 @@
 """Builds the parts of a run from a configuration: data, task, drift, algorithm."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -401,9 +402,12 @@ def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
 
 
 def use_run_devices() -> None:
-    """Makes every CPU core a device, unless JAX_PLATFORMS names another platform."""
+    """Makes every CPU core a device, unless JAX_PLATFORMS names another platform, or a caller from
+    Python has started JAX: then it keeps the devices that it has.
+    """
     if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
-        use_cpu_cores()
+        with contextlib.suppress(InputError):
+            use_cpu_cores()
 
 
 def build_algorithm(

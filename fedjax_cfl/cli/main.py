@@ -24,10 +24,12 @@ COMMANDS = {
     "compare": "fedjax_cfl.analysis.compare",
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
+    "look": "fedjax_cfl.cli.look",
     "paper": "fedjax_cfl.cli.paper",
     "predict": "fedjax_cfl.cli.predict",
     "rank": "fedjax_cfl.analysis.ranks",
     "report": "fedjax_cfl.analysis.report",
+    "study": "fedjax_cfl.cli.study",
     "tune": "fedjax_cfl.cli.tune",
 }
 SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"

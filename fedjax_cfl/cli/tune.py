@@ -8,6 +8,8 @@ the samples set apart, in the last runs neither, so that clients keep their size
 """
 
 import argparse
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from fedjax_cfl.analysis.tables import print_table
 from fedjax_cfl.analysis.trials import (
     CHOSEN_FILE,
     LAST_RUNS,
+    TIE,
     TRIALS,
     Trial,
     choose,
@@ -39,17 +42,16 @@ def tune(
     share: float = 0.2,
     trial_seeds: tuple[int, ...] = TRIAL_SEEDS,
     seeds: tuple[int, ...] = SEEDS,
+    quiet: bool = False,
 ) -> dict[str, Any]:
     """Runs trials, then the chosen combination; prints and writes trials.csv and chosen.json, which
     is returned. A second call goes on where the first stopped.
 
     Args: `overrides` as for a sweep, KEY=V1,V2; `out` is a folder; `share` of each client's
     training samples is set apart; `trial_seeds` are those of the trials, `seeds` those of the last
-    runs. Raises InputError for settings that are this function's own, for seeds that are not
-    allowed, and where no trial is finite.
+    runs; `quiet`: what runs print goes to files beside theirs. Raises InputError for settings that
+    are this function's own, for seeds that are not allowed, and where no trial is finite.
     """
-    from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
-
     check_seeds("--trial-seeds", trial_seeds)
     check_seeds("--seeds", seeds)
     out, names = Path(out), [text.lstrip("+~").partition("=")[0] for text in overrides]
@@ -57,21 +59,14 @@ def tune(
         if name in OWN:
             raise InputError(f"{name}: is set by tune itself; see fedjax-cfl tune --help")
 
-    def run(part: str, chosen: list[str], seeds: tuple[int, ...]) -> list[Trial]:
-        folder = out / part
-        own = [f"evaluate.validation={share}", f"evaluate.part={part}", f"hydra.sweep.dir={folder}"]
-        own += [f"seed={','.join(map(str, seeds))}"] + ["curves=false"] * ("curves" not in names)
-        if run_arguments(["-m", *chosen, *own]):
-            raise RunError(f"{folder}: not all runs have ended; the same command goes on")
-        return read_trials(folder)
-
-    trials = run(TRIALS, overrides, trial_seeds)
+    more = [f"evaluate.validation={share}"] + ["curves=false"] * ("curves" not in names)
+    trials = run_part(out / TRIALS, [*overrides, *more], trial_seeds, quiet)
     best = choose(trials)
     # a setting that was given as +KEY is none of the configuration, and is given as +KEY again
-    given = dict(zip(names, (text.partition("=")[0] for text in overrides), strict=True))
+    keys = dict(zip(names, (text.partition("=")[0] for text in overrides), strict=True))
     fixed = [text for text, name in zip(overrides, names, strict=True) if name not in best.settings]
-    fixed += [f"{given[name]}={value}" for name, value in best.settings.items()]
-    (final,) = run(LAST_RUNS, fixed, seeds)
+    fixed += [f"{keys[name]}={value}" for name, value in best.settings.items()]
+    (final,) = run_part(out / LAST_RUNS, [*fixed, *more], seeds, quiet)
     chosen = {
         "given": overrides,
         "chosen": best.settings,
@@ -89,6 +84,46 @@ def tune(
     show(trials, best, final)
     print(f"wrote trials.csv and chosen.json in {out}")
     return chosen
+
+
+def run_part(
+    folder: Path, overrides: list[str], seeds: tuple[int, ...], quiet: bool
+) -> list[Trial]:
+    """Runs a sweep in a folder, whose name is what it is scored on, and reads it; `quiet`: what it
+    prints goes to a file beside the folder. Raises RunError where not all runs have ended.
+    """
+    from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
+
+    overrides = [*overrides, f"evaluate.part={folder.name}", f"hydra.sweep.dir={folder}"]
+    with contextlib.ExitStack() as files:
+        if quiet:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            log = files.enter_context(folder.with_suffix(".log").open("a", encoding="utf-8"))
+            files.enter_context(contextlib.redirect_stdout(log))
+        status = run_arguments(["-m", *overrides, f"seed={','.join(map(str, seeds))}"])
+    if status:
+        raise RunError(f"{folder}: not all runs have ended; the same command goes on")
+    return read_trials(folder)
+
+
+def split_method(method: str) -> list[str]:
+    """Returns the settings of a method with its layers: flexcfl+ditto, or ifca+scaffold+ditto."""
+    algorithm, *layers = method.split("+")
+    personal = layers[0] if len(layers) == 1 else f"[{','.join(layers)}]"
+    more = [f"personal={personal}", f"algorithm.name={method}"] if layers else []
+    return [f"algorithm={algorithm}", *more]
+
+
+def tune_methods(
+    methods: Sequence[str], overrides: list[str], out: str | Path, **options: Any
+) -> dict[str, dict[str, Any]]:
+    """Tunes each method by itself, in a folder of its name in `out`; returns what `tune` does of
+    each. The others are those of `tune`.
+    """
+    return {
+        method: tune([*split_method(method), *overrides], Path(out) / method, **options)
+        for method in methods
+    }
 
 
 def check_seeds(name: str, seeds: tuple[int, ...]) -> None:
@@ -125,6 +160,8 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
             f"{spoilt} of {len(trials)} trials had updates of clients that were not finite: they"
             " come last"
         )
+    near = f"{100 * TIE:g} {'points' if kind.percent else '%'}"
+    print(f"chosen: of those within {near} of the best the one that sends fewest models")
     sd = f" ± {kind.format(float(np.std(final.scores, ddof=1)))}" if len(final.scores) > 1 else ""
     print(f"test: {kind.format(final.mean)}{sd} over {len(final.scores)} seeds, mean over clients")
 
@@ -144,10 +181,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="+", metavar="KEY=V1,V2", help="as for a sweep")
     parser.add_argument("--out", default="tune", metavar="DIR", help="default: tune")
     parser.add_argument("--share", type=float, default=0.2, help="set apart; default: 0.2")
+    parser.add_argument(
+        "--methods", metavar="A,B+C", help="tune each of these by itself, in a folder of its name"
+    )
     parser.add_argument("--trial-seeds", type=read_seeds, default=TRIAL_SEEDS, metavar="N,N")
     parser.add_argument("--seeds", type=read_seeds, default=SEEDS, metavar="N,N")
     given = parse_arguments(parser, argv)
     if not 0 < given.share < 1:
         raise InputError(f"--share {given.share}: must be above 0 and below 1")
-    tune(given.settings, given.out, given.share, given.trial_seeds, given.seeds)
+    options = {"share": given.share, "trial_seeds": given.trial_seeds, "seeds": given.seeds}
+    if given.methods:
+        tune_methods(given.methods.split(","), given.settings, given.out, **options)
+    else:
+        tune(given.settings, given.out, **options)
     return 0

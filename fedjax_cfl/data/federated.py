@@ -337,9 +337,10 @@ def to_shares(counts: jax.Array) -> jax.Array:
     return counts / jnp.maximum(counts.sum(axis=1, keepdims=True), 1)
 
 
-def format_description(data: FederatedData) -> str:
+def format_description(data: FederatedData, tested: str = "test") -> str:
     """Returns how many clients, classes and samples there are, in words, and the sizes of the
-    training sets; clients without samples are mentioned where there are any.
+    training sets; clients without samples are mentioned where there are any. `tested` says what
+    samples those are that rows are scored on.
     """
     train, test = np.asarray(data.train.size), np.asarray(data.test.size)
     without = [
@@ -350,7 +351,7 @@ def format_description(data: FederatedData) -> str:
     parts = [
         f"{data.num_clients:,} clients",
         kind_of(data).describe(data),
-        f"{train.sum():,} train and {test.sum():,} test samples",
+        f"{train.sum():,} train and {test.sum():,} {tested} samples",
         f"{train.min():,} to {train.max():,} train samples a client (median {np.median(train):g})",
         *without,
         *([] if data.concepts is None else [f"in {len(data.concepts)} stages"]),

@@ -78,7 +78,8 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     """
     settings, console = member.settings, make_console(member.verbose)
     machine = describe_machine(setup.mesh)
-    console.print(f"{headline(member)}: {format_description(setup.data)}, {machine}")
+    tested = settings.everything.get("evaluate", {}).get("part", "test")
+    console.print(f"{headline(member)}: {format_description(setup.data, tested)}, {machine}")
     print_met_rule(console, setup, settings)
     key, fresh = jax.random.key(settings.seed), start is None
 
