@@ -24,7 +24,7 @@ from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.data.drift import none as no_drift
 from fedjax_cfl.data.scaling import Scaling, check_scaling, describe_scales
 from fedjax_cfl.errors import FinishedRun, InputError
-from fedjax_cfl.formatting import to_frame
+from fedjax_cfl.formatting import shorten, to_frame
 from fedjax_cfl.keys import find_seed
 from fedjax_cfl.models import MCLR, as_task
 from fedjax_cfl.scores import pick_columns
@@ -266,9 +266,18 @@ def deal(data: Any, seed: int) -> FederatedData:
     """
     if isinstance(data, FederatedData):
         return data
-    pool, holdings = (data, partition.auto) if isinstance(data, Pool) else data
-    dealt = holdings if isinstance(holdings, Partition) else holdings(pool, seed=seed)
-    return federate(pool, dealt)
+    pair: Any = (data, partition.auto) if isinstance(data, Pool) else data
+    if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Pool):
+        pool, holdings = pair
+        if isinstance(holdings, Partition):
+            return federate(pool, holdings)
+        if callable(holdings):
+            dealt: Any = holdings(pool, seed=seed)
+            return federate(pool, dealt)
+    raise InputError(
+        f"data={shorten(data)}: give what cfl.federate returns, a pool, such as"
+        " cfl.from_frame(df, y='label', client='user'), or (pool, partition)"
+    )
 
 
 def make_parts(

@@ -13,6 +13,7 @@ from matplotlib.image import imread
 from papers import cells as paper_cells
 from papers import fesem_fig3, figures, report
 from papers.cells import load_table, row_columns
+from papers.measures import compute_measures
 from papers.report import collect_records
 from PIL import Image
 
@@ -26,7 +27,7 @@ from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import convolution, layers
 from fedjax_cfl.runs.checkpoint import save
-from fedjax_cfl.runs.results import METRICS_FILE, compute_measures
+from fedjax_cfl.runs.results import METRICS_FILE
 
 real = pytest.mark.skipif(
     not os.environ.get(DATA_ENV_VAR), reason=f"real data: {DATA_ENV_VAR} is not set"

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from papers import cells, fielding_server, figures, report, runner
 from papers.figures import choose_across
+from papers.measures import compute_measures
 from papers.report import collect_records
 
 from fedjax_cfl.analysis.sets import compare_to_baseline, time_to_keep
 from fedjax_cfl.cli.settings import resolve_settings
-from fedjax_cfl.runs.results import compute_measures
 
 SMALL = (
     "dataset.clients=8 clients_per_round=4 rounds=6 local.epochs=1 devices=1 partition=iid"

@@ -379,6 +379,12 @@ def test_what_a_recipe_cannot_be_run_with_is_refused(given, said, toy):
         cfl.run(cfl.algorithms.fedavg, toy, rounds=1, **given)
 
 
+@pytest.mark.parametrize("data", [3, "my.csv", (1, 2), (cfl.Pool, 3)])
+def test_what_are_no_data_is_refused(data):
+    with pytest.raises(InputError, match=r"^data=.*give what cfl.federate returns, a pool"):
+        cfl.run(cfl.algorithms.fedavg, data, rounds=1)
+
+
 def test_a_method_that_is_made_has_its_parts(ifca, linear, toy):
     for given in ((toy,), (linear, toy, KEY)):
         more = {"model": cfl.models.MCLR()} if len(given) > 1 else {}

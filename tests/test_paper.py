@@ -18,13 +18,13 @@ from omegaconf import OmegaConf
 from papers import cells as paper_cells
 from papers import fedgroup_fig5, processes, report, runner
 from papers.cells import Cell, has_run, load_table
+from papers.measures import compute_measures
 from papers.report import collect_records
 from rich.console import Console
 
 from fedjax_cfl.analysis import plot_costs
 from fedjax_cfl.cli import paper
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import compute_measures
 
 # what a cell leaves behind, without training: accuracies that follow from algorithm, data set
 # and seed

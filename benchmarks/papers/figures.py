@@ -28,8 +28,9 @@ from fedjax_cfl.analysis.plot import (
 )
 from fedjax_cfl.analysis.plot_costs import average_runs, draw_band
 from fedjax_cfl.formatting import escape_plot
-from fedjax_cfl.runs.results import compute_measures, read_metrics
+from fedjax_cfl.runs.results import read_metrics
 from papers.cells import row_columns, source_rows
+from papers.measures import compute_measures
 from papers.report import (
     cell_measure,
     headings,

@@ -21,7 +21,6 @@ from rich.table import Table
 from fedjax_cfl.analysis.sets import RELATIVE, compare_to_baseline
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import (
-    compute_measures,
     read_metrics,
     read_summary,
     write_columns,
@@ -29,6 +28,7 @@ from fedjax_cfl.runs.results import (
 )
 from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 from papers.cells import row_columns, source_rows
+from papers.measures import compute_measures
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 FIELDS += ("evaluations", "shared_best", "shared_evaluations")

@@ -5,6 +5,7 @@ KEY=VALUE behind it as for a run.
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ KINDS = {  # of files, by the end of their names, and what of a table is named
     (".parquet",): "parquet",
     (".npz",): "npz",
 }
-UNLIKE = 3  # deviations that differ by more, or are as far from 1, are worth standardising
+UNLIKE = 3  # features whose deviation is as far from 1, or whose mean from 0, are standardised
 MOST_SHOWN = 20  # clients, classes and features of a picture
 BARS = " ▁▂▃▄▅▆▇█"
 
@@ -63,7 +64,7 @@ def name_data(options: argparse.Namespace) -> list[str]:
 def quote(text: str) -> str:
     """Returns a text as a value of the command line, in quotes where it needs them."""
     plain = all(sign.isalnum() or sign in "_-./" for sign in text) and text.isascii()
-    return text if plain else "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+    return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def look(settings: list[str]) -> list[str]:
@@ -105,9 +106,10 @@ def suggest_scaling(config: dict, data: FederatedData) -> list[str]:
     names = data.columns.names if data.columns else range(data.x.shape[1])
     spread = dict(zip(map(str, names), scaling.deviation[0].tolist(), strict=True))
     low, high = min(spread, key=spread.__getitem__), max(spread, key=spread.__getitem__)
+    far = np.abs(scaling.mean).max()
     print(f"features: {len(spread)}, deviations {spread[low]:.3g} ({low}) to", end=" ")
-    print(f"{spread[high]:.3g} ({high})", end="; ")
-    if 1 / UNLIKE < spread[low] <= spread[high] < UNLIKE:
+    print(f"{spread[high]:.3g} ({high}), means up to {far:.3g}", end="; ")
+    if 1 / UNLIKE < spread[low] <= spread[high] < UNLIKE and far <= UNLIKE:
         print("taken as they are")
         return []
     print("dataset.standardize=pool makes each of them 1, by the training samples of all clients")
@@ -119,5 +121,5 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fedjax-cfl look", description=__doc__)
     add_arguments(parser)
     options = parse_arguments(parser, argv)
-    print("fedjax-cfl", *look(name_data(options)))
+    print("fedjax-cfl", shlex.join(look(name_data(options))))
     return 0

@@ -325,7 +325,7 @@ def tail_macro_score(rows: list[dict[str, Any]], share: float = 0.05) -> float |
     over clients.
     """
     count, name = max(1, round(share * len(rows))), f"macro_{score_of(rows).name}"
-    return _mean_of(row.get(name) for row in rows[-count:])
+    return average(row.get(name) for row in rows[-count:])
 
 
 def settled_clients(row: dict[str, Any]) -> int:
@@ -338,35 +338,7 @@ def most_clients(rows: list[dict[str, Any]]) -> int:
     return max(map(settled_clients, rows), default=0)
 
 
-def _mean_of(values: Iterable[float | None]) -> float | None:
+def average(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values that are there, None where none is."""
     kept = [value for value in values if value is not None]
     return float(np.mean(kept)) if kept else None
-
-
-def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what `summarize_rows` does and further measures that published tables show: null
-    where a target is not reached or no test counts.
-
-    `units` are models sent down and up in all, `migrations` clients that changed their
-    group after a shift, `median_accuracy` is over the evaluations that count,
-    `rounds_to_85` the first of them with an accuracy of at least 0.85. Means over clients
-    are averaged over the last 5 % of the evaluations, or over all; mean client distances and
-    numbers of groups over all.
-    """
-    rows = to_plain(rows)
-    scored = [row["accuracy"] for row in rows if row.get("accuracy") is not None]
-    numbers = summarize_rows(rows)
-    return {
-        **numbers,
-        "last_accuracy": numbers["final_accuracy"],
-        "median_accuracy": float(np.median(scored)) if scored else None,
-        "rounds_to_85": rounds_to(rows, 0.85),
-        "units": (numbers["units_down"] or 0) + (numbers["units_up"] or 0),
-        "migrations": sum(row.get("migrated_clients") or 0 for row in rows),
-        "reclusterings": sum(row.get("reclusterings") or 0 for row in rows),
-        "tail_macro_accuracy": tail_macro_score(rows),
-        **{
-            f"average_{name}": _mean_of(row.get(name) for row in rows)
-            for name in ("macro_accuracy", "mean_client_distance", "groups")
-        },
-    }
