@@ -246,7 +246,8 @@ class FaultCounts(struct.PyTreeNode):
 
     # [] int32, clients that trained but never answered, or were offline before they could
     dropped: jax.Array
-    # [] int32, clients whose update, or what they sent in addition, was not finite
+    # [] int32, clients whose update, what they sent in addition or what a layer keeps of them was
+    # not finite
     nonfinite: jax.Array
     byzantine: jax.Array  # [] int32, clients that attacked
     # [2] int32, the first client with an update that was not finite and the number of the leaf,

@@ -340,6 +340,18 @@ def test_rows_that_are_not_finite_are_not_kept(toy, lost):
     assert kept(after).trained[second]
 
 
+def test_models_of_ones_own_that_diverge_are_counted(toy, linear, local):
+    """The updates of the same clients are fine, and used."""
+    algorithm = algorithms.fedavg(
+        linear, local.replace(personal=ditto(lam=1e30)), select.uniform(COHORT)
+    )
+    after, info = jax.jit(algorithm.round)(KEY, jax.jit(algorithm.init)(KEY, toy), toy)
+    # one with a single step begins where it received, and is not pulled yet
+    diverged = int(info.clients) - int(kept(after).trained.sum())
+    assert int(info.fault_counts.nonfinite) == diverged > 0
+    assert np.isfinite(matrix(after.groups)).all()
+
+
 @pytest.mark.nightly
 def test_time_goes_by_what_is_sent_and_by_all_steps(toy, mlp, local):
     """A model has 34 parameters, 18 of them in its first layer; Ditto takes each step twice."""

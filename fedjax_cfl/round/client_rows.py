@@ -206,23 +206,26 @@ def load_rows(
     return state, work._replace(rows=rows), reports
 
 
-def keep_rows(local: Local, state: State, cohort: Cohort, work: Work, upload: Upload) -> State:
+def keep_rows(
+    local: Local, state: State, cohort: Cohort, work: Work, upload: Upload
+) -> tuple[State, jax.Array]:
     """Returns the state with the cohort's new rows: those of all that trained, even if their answer
     was lost or late; of a correction those of the clients whose update is used. Rows that are not
-    finite are dropped.
+    finite are dropped: of how many clients [] whose update is used, is returned, too.
     """
-    kept = dict(state.rows)
+    kept, lost = dict(state.rows), jnp.zeros(cohort.ids.shape, bool)
     for layer in local.layers:
         if layer.rows is None:
             continue
         rows, new = kept[layer.name], upload.rows[layer.name]
         used = upload.weight > 0 if layer.correction else upload.steps > 0
-        finite = used & ~find_nonfinite(new, used.shape)
+        bad = find_nonfinite(new, used.shape)
+        finite, lost = used & ~bad, lost | (bad & (upload.weight > 0))
         if layer.correction:
             at = jnp.where(used, cohort.ids, state.assignment.size)
             rows = rows.replace(group=rows.group.at[at].set(work.group, mode="drop"))
         kept[layer.name] = store_rows(rows, cohort, new, finite, local.execution.mesh)
-    return state.replace(rows=kept)
+    return state.replace(rows=kept), jnp.sum(lost, dtype=jnp.int32)
 
 
 def add_rows_to_step(local: Local, state: State, step: Params) -> Params:

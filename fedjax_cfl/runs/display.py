@@ -167,10 +167,11 @@ def print_summary(
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:
         zeroed = settings.faults.nonfinite == "zero"
+        what = "updates, or own models," if settings.everything.get("personal") else "updates"
         console.print(
-            f"{summary['nonfinite_clients']:,} updates were not finite and were "
-            + ("used, with 0 in those places" if zeroed else "left out")
-            + f"; {summary['client_updates']:,} were used in all"
+            f"{summary['nonfinite_clients']:,} {what} were not finite and were"
+            f" {'used, with 0 in those places' if zeroed else 'left out'};"
+            f" {summary['client_updates']:,} were used in all"
             + ("" if settings.faults.nan else "; a smaller step size may help")
         )
     if summary["nonfinite_model_clients"]:
