@@ -167,7 +167,8 @@ def read_class(hint: Any) -> Kind:
     if hint is Callable or getattr(hint, "_is_protocol", False):
         rule = Rule("a function", callable)
     elif not isinstance(hint, type) or not hint.__module__.startswith(LOOKED_AT):
-        rule = Rule(name, lambda value: not is_given(value))
+        home = getattr(hint, "__module__", "").partition(".")[0]
+        rule = Rule(f"a {name} of {home}" if home else name, lambda value: not is_given(value))
     elif name.endswith("Array"):
         rule = Rule(ARRAY, lambda value: hasattr(value, "dtype"))
     else:
@@ -185,7 +186,8 @@ def join_kinds(kinds: Sequence[Kind]) -> Kind:
     """Returns several kinds as one."""
     schema = functools.reduce(operator.or_, [kind.schema for kind in kinds])
     *first, last = [kind.words for kind in sorted(kinds, key=lambda kind: kind.words != "null")]
-    words = f"{', '.join(first)} or {last}" if first else last
+    between = ", " if " or " in last else " or "
+    words = f"{', '.join(first)}{between}{last}" if first else last
     options = tuple(option for kind in kinds for option in kind.options)
     return Kind(schema, words, options, any(kind.plain for kind in kinds if kind.schema))
 

@@ -327,6 +327,7 @@ def test_bad_input_is_refused_in_one_line(line, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
+    monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
     error = refusal(answer, line.replace("{files}", str(files)))
     assert not [word for word in REFUSED[line].split() if word not in error], error
     assert not list(tmp_path.iterdir())

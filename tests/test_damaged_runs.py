@@ -234,7 +234,11 @@ def test_predict_refuses(name, copy):
 
 
 def test_a_split_of_nan_is_refused(copy):
-    one_line("nan somewhere, expected 0 (train) or 1 (test)", predict.main, [str(copy), "nan.npz"])
+    one_line(
+        "split is nan in sample 2 and numbers in others",
+        predict.main,
+        [str(copy), "nan.npz"],
+    )
 
 
 def test_files_that_another_tool_wrote_again_are_read(copy, runs):

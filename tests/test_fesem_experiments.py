@@ -181,9 +181,7 @@ def test_cifar10_binary_version(tmp_path, monkeypatch):
     (tmp_path / CIFAR[5]).write_bytes(parts[5][2][:-1])
     with pytest.raises(
         InputError,
-        match=(
-            r"test_batch.bin: size of the data is 24583 bytes, expected 1 to 10000 records of 3073"
-        ),
+        match=(r"test_batch.bin: size of the data is 24583 bytes, expected records of 3073 bytes"),
     ):
         cifar10()
 
@@ -335,7 +333,7 @@ def test_pooling_after_a_norm_has_the_same_gradient_compiled():
     "field,value,says",
     [
         ("x", "../raw/secret.jpg", "expected the name of an image file"),
-        ("x", 5, "entry 1 of x is a int"),
+        ("x", 5, "entry 1 of x is 5, expected the name of an image file"),
         ("x", "999999.jpg", "999999.jpg: file cannot be read"),
         ("y", 2, "entry 1 of y"),
         ("y", True, "entry 1 of y"),

@@ -13,9 +13,9 @@ from conftest import one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import compare
-from fedjax_cfl.cli import doctor, extras
+from fedjax_cfl.cli import doctor, extras, launch
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session, trackers
+from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, PART
 from fedjax_cfl.runs.labels import find_version
 from fedjax_cfl.runs.load import load_run
@@ -64,14 +64,14 @@ def test_a_run_whose_end_fails_in_every_way_has_its_models_and_summary(
 ):
     """What is measured at the end and the groups fail; a tracker calls sys.exit at each step."""
 
-    def opener(run):
-        def log(round, numbers):
+    class Own(cfl.Callback):
+        def on_rows(self, row, grouping, take):
             sys.exit("the tracker ends the run")
 
-        return trackers.Tracker(log, lambda: sys.exit(4))
+        def on_end(self, take):
+            sys.exit(4)
 
-    real = session.Trackers
-    monkeypatch.setattr(session, "Trackers", lambda _, *others: real({"own": opener}, *others))
+    monkeypatch.setattr(launch, "build_callbacks", lambda _: ({"own": Own()}, []))
     sabotage(monkeypatch, "finish_assignments", KeyError("groups"))
     monkeypatch.setattr(extras, "finetune_clients", lambda *_: sys.exit(5))
     run = tmp_path / "run"

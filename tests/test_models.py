@@ -309,7 +309,7 @@ def test_a_users_module_works_with_and_without_train():
             "model Linear: .*flax.nnx module with flax.lin",
         ),
         (Misspelt(), (5,), 4, r"Misspelt: decayed .*did you mean 'Dense_0'"),
-        ("lenet", (28, 28), 10, "model 'lenet': a flax.linen.Module is allowed"),
+        ("lenet", (28, 28), 10, "module=lenet: must be a Module of flax"),
     ],
 )
 def test_a_model_that_does_not_fit_is_one_line(module, shape, classes, words):

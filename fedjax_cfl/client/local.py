@@ -53,13 +53,13 @@ class Local:
 
     def __post_init__(self) -> None:
         """Checks the values."""
-        check_settings(Local, vars(self), "local")
         for part in self.layers:
             if not isinstance(part, Method) or part.solve is not None:
                 raise InputError(
                     "local.personal: takes what functions of cfl.personal or cfl.layer return, such"
                     f" as cfl.personal.ditto(), one or a list of them, or None; not {shorten(part)}"
                 )
+        check_settings(Local, vars(self), "local")
 
     @property
     def layers(self) -> tuple[Method, ...]:
