@@ -1,10 +1,10 @@
 """Whether a method of one's own keeps the rules of a round, tried on a few clients without a GPU.
 
-A rule is a function of a `Trial` that yields a sentence for each way in which it is broken, with
-what to do about it.
+A rule is a row of `RULES`: its name, a function of a `Trial` that finds what breaks it, and what is
+said of that.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -81,10 +81,8 @@ def check_algorithm(
         return method(task, local, select)
 
     select = in_any_order(draw_anyone(min(COHORT, few.num_clients)))
-    broken = list(find_broken_rules(try_rounds(make(select), task, few)))
-    if not broken:
-        broken = list(check_newcomers(make, few))
-    if broken:
+    broken = find_broken_rules(try_rounds(make(select), task, few))
+    if broken := broken or check_newcomers(make, few):
         count = "a rule" if len(broken) == 1 else f"{len(broken)} rules"
         lines = "".join(f"\n- {line}" for line in broken)
         raise InputError(f"the method breaks {count} of a round:{lines}")
@@ -110,60 +108,32 @@ def draw_anyone(clients_per_round: int) -> Selection:
 def in_any_order(select: Selection) -> Selection:
     """Returns the selection with a switch in its memory that turns the order of a cohort."""
 
-    def inside(memory: Any) -> Any:
-        return memory.inner if isinstance(memory, Order) else memory
+    def bare(state: State) -> State:
+        order = find_order(state)
+        return state.replace(selection=order.inner) if order else state
 
     def begin(data: FederatedData) -> Order:
         none = jnp.zeros(data.num_clients, bool)
         return Order(select.init(data), jnp.zeros((), bool), none)
 
     def choose(key: jax.Array, memory: Order, state: State, data: FederatedData) -> jax.Array:
-        state = state.replace(selection=inside(state.selection))
-        ids = select.select(key, memory.inner, state, data)
+        ids = select.select(key, memory.inner, bare(state), data)
         return jnp.where(memory.turned, ids[::-1], ids)
 
     def update(memory: Order, state: State, cohort: Cohort, upload: Upload, seconds: Any) -> Order:
         inner = select.update(memory.inner, state, cohort, upload, seconds)
-        met = cohort.put(jnp.zeros_like(memory.met), True)
-        return memory.replace(inner=inner, met=met)
+        return memory.replace(inner=inner, met=cohort.put(jnp.zeros_like(memory.met), True))
 
     def poll(key: jax.Array, state: State, data: FederatedData) -> Any:
         assert select.poll is not None
-        return select.poll(key, state.replace(selection=inside(state.selection)), data)
+        return select.poll(key, bare(state), data)
 
-    return Selection(begin, choose, update, select.draw, poll if select.poll else None)
-
-
-def is_order(node: Any) -> bool:
-    """Returns whether this is what `in_any_order` remembers."""
-    return isinstance(node, Order)
+    return Selection(begin, choose, update, select.draw, select.poll and poll)
 
 
 def find_order(state: State) -> Order | None:
     """Returns what `in_any_order` remembers, None where the method has another selection."""
-    found = jax.tree.leaves(state.selection, is_leaf=is_order)
-    return next(filter(is_order, found), None)
-
-
-def turn_order(state: State) -> State:
-    """Returns the state after which cohorts are named in the other order."""
-
-    def turn(node: Any) -> Any:
-        return node.replace(turned=~node.turned) if is_order(node) else node
-
-    return state.replace(selection=jax.tree.map(turn, state.selection, is_leaf=is_order))
-
-
-def save_and_read(state: State) -> State:
-    """Returns the state as it comes back from the host's memory, without its random keys' types."""
-
-    def copy(leaf: Any) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            words = np.array(jax.random.key_data(leaf))
-            return jax.random.wrap_key_data(jnp.asarray(words), impl=jax.random.key_impl(leaf))
-        return jnp.asarray(np.array(leaf))
-
-    return jax.tree.map(copy, state)
+    return state.selection if isinstance(state.selection, Order) else None
 
 
 def try_rounds(
@@ -175,7 +145,7 @@ def try_rounds(
     traces = []
 
     def one_round(key: jax.Array, state: State, data: FederatedData) -> tuple[State, Info]:
-        traces.append(len(traces))
+        traces.append(None)
         return algorithm.round(key, state, data)
 
     key, init, step = jax.random.key(0), jax.jit(algorithm.init), jax.jit(one_round)
@@ -188,7 +158,7 @@ def try_rounds(
         name = "round"
         trial.shapes.append(step.trace(key, trial.shapes[0], data).out_info[0])
         trial.states.append(init(key, data))
-        for _ in range(rounds if not compare_shapes(*trial.shapes) else 1):
+        for _ in range(1 if find_changes(trial) else rounds):
             state, info = step(key, trial.states[-1], data)
             trial.states.append(state)
             trial.infos.append(info)
@@ -196,19 +166,27 @@ def try_rounds(
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-        trial.failures.append(f"{name}: it cannot be traced or run ({reason})")
+        trial.failures.append(f"{name} cannot be traced or run ({reason})")
     if len(trial.states) < 3:
         return trial
     before, turned = trial.states[1], None
-    if find_order(before) is not None:
-        turned = step(key, turn_order(before), data)[0]
-    return trial._replace(turned=turned, resumed=step(key, save_and_read(before), data)[0])
+    if order := find_order(before):
+        other = before.replace(selection=order.replace(turned=~order.turned))
+        turned = step(key, other, data)[0].replace(selection=())
+    return trial._replace(turned=turned, resumed=step(key, jax.device_get(before), data)[0])
 
 
-def find_broken_rules(trial: Trial) -> Iterator[str]:
-    """Yields a line for every rule that is broken, with what to do."""
-    for rule in RULES:
-        yield from rule(trial)
+def find_broken_rules(trial: Trial) -> list[str]:
+    """Returns a line for every rule that is broken, with what to do."""
+    return [line for name, find, says in RULES for line in describe(name, find(trial), says)]
+
+
+def describe(rule: str, found: list[str], says: str) -> list[str]:
+    """Returns the line of a rule that `found` breaks, none where nothing does; it takes the place
+    of {} in what is said.
+    """
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return [f"{rule}: {says.format(', '.join(found[:3]) + more)}"] if found else []
 
 
 def name_leaves(tree: Any, name: str = "state") -> dict[str, Any]:
@@ -219,195 +197,21 @@ def name_leaves(tree: Any, name: str = "state") -> dict[str, Any]:
 
 def compare_shapes(one: Any, other: Any, name: str = "state") -> list[str]:
     """Returns in words how the shapes and types of the leaves of `one` differ from `other`."""
-    first, second = name_leaves(one, name), name_leaves(other, name)
-
-    def describe(leaf: Any) -> str:
-        return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"
-
-    pairs = {path: (first.get(path), second.get(path)) for path in {**first, **second}}
-    texts = {path: tuple(map(describe, pair)) for path, pair in pairs.items()}
-    return [f"{path}: {a} became {b}" for path, (a, b) in texts.items() if a != b]
-
-
-def join_few(texts: Iterable[str]) -> str:
-    """Returns the first of some texts, and how many more there are."""
-    listed = list(texts)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return ", ".join(listed[:3]) + more
-
-
-def check_tracing(trial: Trial) -> Iterator[str]:
-    """The functions of a method are of arrays whose values are not known yet."""
-    for failure in trial.failures:
-        yield (
-            f"{failure}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if,"
-            " int() or NumPy, and the shapes that the docstrings of `method.py` say"
-        )
-
-
-def check_shapes(trial: Trial) -> Iterator[str]:
-    """A round leaves the shapes and types of the state."""
-    if len(trial.shapes) == 2 and (differ := compare_shapes(*trial.shapes)):
-        yield (
-            f"shapes: a round changes the state's arrays ({join_few(differ)}); return every array"
-            " in the shape and type that it has at the start (.astype, a fixed number of rows)"
-        )
-
-
-def check_compiled_once(trial: Trial) -> Iterator[str]:
-    """A round is compiled once."""
-    if len(trial.shapes) < 2 or compare_shapes(*trial.shapes):
-        return
-    before, after = (name_leaves(shapes) for shapes in trial.shapes)
-    weak = [name for name in before if before[name].weak_type != after[name].weak_type]
-    if weak or len(trial.traces) > 1:
-        where = f" ({join_few(weak)} comes from a Python number in one of them)" if weak else ""
-        yield (
-            f"compiled once: the second round is compiled again{where}; give every array of the"
-            " start its type, as jnp.zeros((), jnp.float32) for 0.0"
-        )
-
-
-def check_rounds(trial: Trial) -> Iterator[str]:
-    """The state counts its rounds."""
-    found = [int(state.round) for state in trial.states]
-    if found != list(range(len(found))):
-        yield f"rounds: state.round is {found[:4]}; add 1 in every round, by which draws differ"
-
-
-def check_groups(trial: Trial) -> Iterator[str]:
-    """Clients are in groups that exist."""
-    for number, state in enumerate(trial.states):
-        count, found = state.active.size, np.asarray(state.assignment)
-        wrong = np.flatnonzero((found < -1) | (found >= count))
-        if wrong.size:
-            yield (
-                f"groups: after {number} rounds client {wrong[0]} is in group {found[wrong[0]]};"
-                " let assign, regroup and what changes state.assignment name 0 to"
-                f" {count - 1}, or -1"
-            )
-            return
-
-
-def check_models(trial: Trial) -> Iterator[str]:
-    """Models are finite, and so are the updates that they are made of."""
-    for number, state in enumerate(trial.states):
-        bad = [
-            name
-            for name, leaf in name_leaves(state.groups, "state.groups").items()
-            if not np.isfinite(leaf).all()
-        ]
-        if bad:
-            yield (
-                f"finite: after {number} rounds {join_few(bad)} is not; a group without updates has"
-                " mass 0 and divides by nothing: jnp.maximum(mass, 1)"
-            )
-            return  # clients that train from it send what is not finite, too
-    lost = sum(int(info.fault_counts.nonfinite) for info in trial.infos)
-    if lost:
-        yield (
-            f"updates: {lost} were not finite and are left out; look at the solver's delta and at"
-            " Upload.extra"
-        )
-    if trial.infos and not any(int(info.clients) for info in trial.infos):
-        yield "updates: none is used; a solver's Upload.weight is the client's training samples"
-
-
-def check_traffic(trial: Trial) -> Iterator[str]:
-    """What is sent is counted in whole numbers that are not negative."""
-    for name in ("units_down", "units_up", "words_down", "words_up"):
-        counts = [count_to_int(getattr(state.traffic, name)) for state in trial.states]
-        sent = np.diff(np.array(counts, object))
-        wrong = [number for number, one in enumerate(sent) if not 0 <= one < MOST_SENT]
-        if wrong:
-            yield (
-                f"traffic: round {wrong[0]} sends {sent[wrong[0]]} {name.replace('_', ' ')}; report"
-                " finite whole numbers from 0 on (make_bill), 0 for what is not sent"
-            )
-
-
-def check_served(trial: Trial) -> Iterator[str]:
-    """Clients are served models of the task, by an index of each client."""
-    if not trial.states:
-        return
-    state, clients = trial.states[-1], trial.data.num_clients
-    served = trial.algorithm.serve(state)
-    one = jax.eval_shape(trial.task.init, jax.random.key(0))
-    rows = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), served.models
+    first, second = (
+        {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in name_leaves(tree, name).items()}
+        for tree in (one, other)
     )
-    if differ := compare_shapes(one, rows, "model"):
-        yield (
-            f"served: models are not stacked models of the task ({join_few(differ)}); give"
-            " ServedModels(models [M, ...], model_index [K])"
-        )
-        return
-    index, count = np.asarray(served.model_index), len(jax.tree.leaves(served.models)[0])
-    if index.shape != (clients,) or not np.issubdtype(index.dtype, np.integer):
-        yield (
-            f"served: model_index is {index.dtype}{list(index.shape)}; give a whole number for each"
-            f" of {clients} clients"
-        )
-    elif index.min() < -1 or index.max() >= count:
-        yield (
-            f"served: model_index has {index.min()} to {index.max()}; of {count} models name 0 to"
-            f" {count - 1}, -1 for a client without one"
-        )
-    weights = served.weights
-    if weights is None:
-        return
-    total = np.asarray(weights).sum(-1)
-    if weights.shape != (clients, count) or np.min(weights) < 0 or np.abs(total - 1).max() > 1e-3:
-        yield "served: weights are not shares; give [K, M] from 0 on, whose rows add up to 1"
+    pairs = (
+        (path, first.get(path, "nothing"), second.get(path, "nothing")) for path in first | second
+    )
+    return [f"{path}: {a} became {b}" for path, a, b in pairs if a != b]
 
 
-def check_members(trial: Trial) -> Iterator[str]:
-    """Of several groups, who was selected has one, and who has no training samples has none."""
-    if not trial.algorithm.clustered:
-        return
-    empty = np.asarray(trial.data.train.size) == 0
-    several = [state for state in trial.states if int(state.active.sum()) > 1]
-    if any((np.asarray(state.assignment)[empty] >= 0).any() for state in several):
-        yield (
-            "no samples: a client without training samples is in one of several groups; leave -1 in"
-            " state.assignment where data.train.size is 0 (finish may not change that)"
-        )
-    for state in several:
-        order = find_order(state)
-        if order is not None and (np.asarray(order.met) & ~empty & (state.assignment < 0)).any():
-            yield (
-                "selected: a client that took part has no group after its round; name one for every"
-                " slot in assign"
-            )
-            return
-
-
-def check_order(trial: Trial) -> Iterator[str]:
-    """The order in which a cohort is named changes nothing but rounding."""
-    if trial.turned is None:
-        return
-    states = [state.replace(selection=()) for state in (trial.states[2], trial.turned)]
-    differ = list_differences(*states, rtol=1e-3, atol=1e-4)
-    if differ:
-        yield (
-            f"order: the second round gives another {join_few(differ)} when its cohort is named in"
-            " another order; use cohort.ids and upload.weight, not a slot's number, and do not sort"
-            " by slots"
-        )
-
-
-def check_resume(trial: Trial) -> Iterator[str]:
-    """All that a run carries is in the state."""
-    if trial.resumed is not None and (differ := list_differences(trial.states[2], trial.resumed)):
-        yield (
-            f"resume: from a state that was saved and read the second round gives another"
-            f" {join_few(differ)}; keep what changes in state.memory, not in Python variables"
-        )
-
-
-def list_differences(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0) -> list[str]:
-    """Returns the names of leaves that differ, by more than a tolerance."""
-    found = name_leaves(other)
+def find_differences(trial: Trial, other: State | None, rtol: float, atol: float) -> list[str]:
+    """Returns the names of leaves of `other` that differ from those after the second round, by more
+    than a tolerance.
+    """
+    first = name_leaves(trial.states[2]) if other is not None else {}
 
     def plain(leaf: Any) -> np.ndarray:
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -415,13 +219,115 @@ def list_differences(one: Any, other: Any, rtol: float = 0.0, atol: float = 0.0)
 
     return [
         name
-        for name, leaf in name_leaves(one).items()
-        if not np.allclose(plain(leaf), plain(found[name]), rtol, atol, equal_nan=True)
+        for name, leaf in name_leaves(other).items()
+        if not np.allclose(plain(first[name]), plain(leaf), rtol, atol, equal_nan=True)
     ]
 
 
-def check_newcomers(make: Callable[[Selection], Algorithm], data: FederatedData) -> Iterator[str]:
-    """New clients are taken in by a rule, with the state of a run of fewer clients, or refused.
+def find_changes(trial: Trial) -> list[str]:
+    """Returns in words the arrays of the state that a round leaves in another shape or type."""
+    return compare_shapes(*trial.shapes) if len(trial.shapes) == 2 else []
+
+
+def find_second_compile(trial: Trial) -> list[str]:
+    """Returns why a round is compiled twice."""
+    if len(trial.shapes) < 2 or find_changes(trial):
+        return []
+    before, after = map(name_leaves, trial.shapes)
+    weak = [name for name in before if before[name].weak_type != after[name].weak_type]
+    again = ["its arguments have other types"] if len(trial.traces) > 1 else []
+    return [f"{name} comes from a Python number in one of them" for name in weak] or again
+
+
+def in_each_state(find: Callable[[Trial, State], list[str]]) -> Callable[[Trial], list[str]]:
+    """Returns what finds what breaks a rule in the first state where there is such a thing, and
+    says in which.
+    """
+
+    def first(trial: Trial) -> list[str]:
+        for number, state in enumerate(trial.states):
+            if found := find(trial, state):
+                return [f"after {number} rounds {found[0]}", *found[1:]]
+        return []
+
+    return first
+
+
+def find_other_groups(trial: Trial, state: State) -> list[str]:
+    """Returns the clients that are in a group that does not exist."""
+    last, group = state.active.size - 1, np.asarray(state.assignment)
+    wrong = np.flatnonzero((group < -1) | (group > last))
+    return [f"client {client} is in group {group[client]} of 0 to {last}" for client in wrong]
+
+
+@in_each_state
+def find_infinite(trial: Trial, state: State) -> list[str]:
+    """Returns the arrays of models that are not finite."""
+    leaves = name_leaves(state.groups, "state.groups").items()
+    return [name for name, leaf in leaves if not np.isfinite(leaf).all()]
+
+
+def find_lost_updates(trial: Trial) -> list[str]:
+    """Returns in words which updates are not used, unless the models make them infinite."""
+    if not trial.infos or find_infinite(trial):
+        return []
+    lost = sum(int(info.fault_counts.nonfinite) for info in trial.infos)
+    found = [f"{lost} were not finite and are left out"] if lost else []
+    return found + ["none is used"] * (not any(int(info.clients) for info in trial.infos))
+
+
+def find_traffic(trial: Trial) -> list[str]:
+    """Returns in words the first of each count of what is sent that is no whole number from 0."""
+    found = []
+    for name in ("units_down", "units_up", "words_down", "words_up"):
+        counts = [count_to_int(getattr(state.traffic, name)) for state in trial.states]
+        sent, what = enumerate(np.diff(np.array(counts, object))), name.replace("_", " ")
+        wrong = [f"round {n} sends {one} {what}" for n, one in sent if not 0 <= one < MOST_SENT]
+        found += wrong[:1]
+    return found
+
+
+def find_unfit_service(trial: Trial) -> list[str]:
+    """Returns in words what does not fit in the models that clients are served."""
+    if not trial.states:
+        return []
+    models, index, weights, _ = trial.algorithm.serve(trial.states[-1])
+    one = jax.eval_shape(trial.task.init, jax.random.key(0))
+    rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), models)
+    if differ := compare_shapes(one, rows, "model"):
+        return ["models are not stacked models of the task", *differ]
+    clients, count = trial.data.num_clients, len(jax.tree.leaves(models)[0])
+    index, found = np.asarray(index), []
+    if index.shape != (clients,) or not np.issubdtype(index.dtype, np.integer):
+        form = f"{index.dtype}{list(index.shape)}"
+        found = [f"model_index is {form}, not a whole number for each of {clients} clients"]
+    elif index.min() < -1 or index.max() >= count:
+        found = [f"model_index has {index.min()} to {index.max()} of {count} models"]
+    if weights is not None:
+        far = np.abs(np.asarray(weights).sum(-1) - 1).max() > 1e-3
+        if weights.shape != (clients, count) or np.min(weights) < 0 or far:
+            found.append("weights are not shares")
+    return found
+
+
+def is_stray(state: State) -> Any:
+    """Returns which clients [K] took part in the last round and have no group."""
+    order = find_order(state)
+    return (state.assignment < 0) & (order.met if order else False)
+
+
+def find_members(trial: Trial, state: State, able: bool, who: Any) -> list[str]:
+    """Returns the clients of `who` [K] bool while there are several groups, of those with training
+    samples where they are `able`, else of the others.
+    """
+    several = trial.algorithm.clustered and int(state.active.sum()) > 1
+    wrong = np.asarray(who & ((trial.data.train.size > 0) == able)) & several
+    return [f"client {client}" for client in np.flatnonzero(wrong)]
+
+
+def check_newcomers(make: Callable[[Selection], Algorithm], data: FederatedData) -> list[str]:
+    """Returns a line where new clients are not taken in by a rule, with the state of a run of fewer
+    clients, nor refused.
 
     Args: `make` returns the method with a selection; `data` are those of all clients.
     """
@@ -429,37 +335,92 @@ def check_newcomers(make: Callable[[Selection], Algorithm], data: FederatedData)
     try:
         check_rule(make, data, key, 1)
     except InputError:
-        return
-    algorithm, fewer = make(uniform(1)), take_clients(data, np.arange(known))
-    both = [jax.eval_shape(algorithm.init, key, one) for one in (fewer, data)]
-    small, large = (name_leaves(state.replace(selection=(), rows={})) for state in both)
-    bad = [
-        f"{name}: {list(leaf.shape)} of {known} clients, {list(large[name].shape)} of {known + 1}"
-        for name, leaf in small.items()
-        if leaf.shape != large[name].shape and not name.startswith("state.assignment")
+        return []
+    init, few = make(uniform(1)).init, take_clients(data, np.arange(known))
+    fewer, whole = (jax.eval_shape(init, key, one) for one in (few, data))
+    none = {"assignment": (), "selection": (), "rows": {}}
+    found = compare_shapes(fewer.replace(**none), whole.replace(**none))
+    rows = name_leaves(whole.rows, "state.rows").items()
+    found += [
+        f"{name}: {list(leaf.shape)}" for name, leaf in rows if leaf.shape[:1] != (known + 1,)
     ]
-    bad += [
-        f"{name}: {list(leaf.shape)} of {known + 1} clients"
-        for name, leaf in name_leaves(both[1]).items()
-        if name.startswith("state.rows") and leaf.shape[:1] != (known + 1,)
-    ]
-    if bad:
-        yield (
-            f"newcomers: {join_few(bad)}; keep what there is of each client in Method.client_rows,"
-            " whose first axis is of length K"
-        )
+    says = "{}; keep what there is of each client in Method.client_rows, whose first axis is of"
+    return describe("newcomers", found, f"of {known} to {known + 1} clients {says} length K")
 
 
-RULES = (
-    check_tracing,
-    check_shapes,
-    check_compiled_once,
-    check_rounds,
-    check_groups,
-    check_models,
-    check_traffic,
-    check_served,
-    check_members,
-    check_order,
-    check_resume,
+RULES: tuple[tuple[str, Callable[[Trial], list[str]], str], ...] = (
+    (
+        "traced",
+        lambda trial: trial.failures,
+        "{}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if, int() or"
+        " NumPy, and the shapes that the docstrings of `method.py` say",
+    ),
+    (
+        "shapes",
+        find_changes,
+        "a round changes the state's arrays ({}); return every array in the shape and type that it"
+        " has at the start (.astype, a fixed number of rows)",
+    ),
+    (
+        "compiled once",
+        find_second_compile,
+        "the second round is compiled again ({}); give every array of the start its type, as"
+        " jnp.zeros((), jnp.float32) for 0.0",
+    ),
+    (
+        "rounds",
+        lambda trial: [str(one.round) for n, one in enumerate(trial.states) if one.round != n],
+        "state.round is {}; add 1 in every round, by which draws differ",
+    ),
+    (
+        "groups",
+        in_each_state(find_other_groups),
+        "{}; let assign, regroup and what changes state.assignment name one of these, or -1",
+    ),
+    (
+        "finite",
+        find_infinite,
+        "{} is not; a group without updates has mass 0 and divides by nothing: jnp.maximum(mass,"
+        " 1)",
+    ),
+    (
+        "updates",
+        find_lost_updates,
+        "{}; look at the solver's delta, at Upload.extra, and at Upload.weight, the client's"
+        " training samples",
+    ),
+    (
+        "traffic",
+        find_traffic,
+        "{}; report finite whole numbers from 0 on (make_bill), 0 for what is not sent",
+    ),
+    (
+        "served",
+        find_unfit_service,
+        "{}; give ServedModels of models [M, ...], model_index [K] from 0 to M - 1, -1 for a client"
+        " without one, and weights [K, M] from 0 on, whose rows add up to 1, or none",
+    ),
+    (
+        "no samples",
+        in_each_state(lambda trial, one: find_members(trial, one, False, one.assignment >= 0)),
+        "{} is in one of several groups, without training samples; leave -1 in state.assignment"
+        " where data.train.size is 0 (finish may not change that)",
+    ),
+    (
+        "selected",
+        in_each_state(lambda trial, one: find_members(trial, one, True, is_stray(one))),
+        "{} has no group, and took part; name one for every slot in assign",
+    ),
+    (
+        "order",
+        lambda trial: find_differences(trial, trial.turned, rtol=1e-3, atol=1e-4),
+        "the second round gives another {} when its cohort is named in another order; use"
+        " cohort.ids and upload.weight, not a slot's number, and do not sort by slots",
+    ),
+    (
+        "resume",
+        lambda trial: find_differences(trial, trial.resumed, rtol=0, atol=0),
+        "from a state that was saved and read the second round gives another {}; keep what changes"
+        " in state.memory, not in Python variables",
+    ),
 )
