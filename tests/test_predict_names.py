@@ -1,5 +1,7 @@
 """`predict` takes columns, clients and labels by their names, and pixels of any type alike."""
 
+import shutil
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -235,3 +237,16 @@ def test_predictions_are_written_as_a_table(folder, predict):
     assert again["predicted"].tolist() == table["predicted"].tolist()
     status, _, error = predict("csv", "own.csv", "--out p.xlsx")
     assert status == 2 and "--out=p.xlsx: must end in .csv, .npz or .parquet" in error
+
+
+@pytest.mark.parametrize("kind", ["csv", "uint8"])
+def test_a_setting_that_the_reader_of_a_run_does_not_have_is_one_line(
+    kind, folder, predict, tmp_path
+):
+    copy = shutil.copytree(folder / kind, tmp_path / kind)
+    path = copy / ".hydra" / "config.yaml"
+    path.write_text(path.read_text().replace("  source:\n", "  source:\n    colour: red\n"))
+    file = "own.csv" if kind == "csv" else "folder"
+    status, _, error = predict(copy, file)
+    assert status == 2 and error.count("\n") == 1
+    assert f"{file}: not read, for the run's dataset.source has" in error and "'colour'" in error

@@ -12,6 +12,7 @@ the others are predicted and written, a line says which are not, and the exit st
 """
 
 import argparse
+import inspect
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -183,6 +184,13 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
     name = target.removeprefix(SOURCES)
     if not target.startswith(SOURCES) or name not in datasets.__all__ or "path" not in source:
         raise InputError(f"{file}: expected an .npz, for the run read no file of a kind like this")
+    read = getattr(datasets, name)
+    try:
+        bound = inspect.signature(read).bind(**source)
+    except TypeError as error:
+        raise InputError(f"{file}: not read, for the run's dataset.source has {error}") from None
+    bound.apply_defaults()
+    source = bound.arguments | {"path": file}
     if source.get("number_text"):
         raise InputError(
             f"{file}: number_text=true numbers the text of each file by itself; expected an .npz of"
@@ -193,7 +201,7 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
         # a label that no sample of this file has is no gap
         source["num_classes"] = run.num_classes if classes is None else 1 + max(map(int, classes))
     if name in TABLES and run.columns is not None:
-        return read_new_samples(name, source | {"path": file}, run.columns, labels)
+        return read_new_samples(name, source, run.columns, labels)
     if not labels and name not in TABLES:
         raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
     if name in TABLES:
@@ -203,7 +211,7 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
         source |= dict.fromkeys(unread)
     elif run.columns is not None and source.get("x", "") is None:
         source["x"] = list(run.columns)
-    pool = getattr(datasets, name)(**source | {"path": file})
+    pool = read(**source)
     return pool, np.arange(len(pool.x)), len(pool.x)
 
 
