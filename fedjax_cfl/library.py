@@ -351,8 +351,7 @@ def _run_one(
         own, list_given(given), run_dir, {}, callbacks, draw=draw_curves, verbose=verbose
     )
     with contextlib.suppress(FinishedRun):
-        status = train_in_dir(member, setup, inputs, write_settings)
-        if status:
+        if status := train_in_dir(member, setup, inputs, write_settings):
             raise KeyboardInterrupt if status == 130 else SystemExit(status)
     return load_run(run_dir, find_module(setup.task), setup.task.targets)
 
@@ -404,11 +403,9 @@ def report(
     from fedjax_cfl.analysis import sets, statistics
     from fedjax_cfl.analysis.runs import list_paths
 
-    paths = list_paths(paths)
-    found = command.make_report(paths)
-    page = None
-    if out is not None or pictures is not None:
-        page = command.write_report(found, out, pictures)
+    found = command.make_report(list_paths(paths))
+    written = out is not None or pictures is not None
+    page = command.write_report(found, out, pictures) if written else None
     tables = sets.list_measures(found.runs), statistics.list_differences(found.runs)
     return Report(page, *tables, found.figures)
 

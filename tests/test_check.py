@@ -171,12 +171,12 @@ def test_new_clients_need_rows_of_their_own(linear, toy, local):
         return list(check_newcomers(functools.partial(make, width=width, field=field), few))
 
     few, remedy = take_few(toy), "; keep what there is of each client in Method.client_rows,"
-    new = "newcomers: of 11 to 12 clients "
+    new = "newcomers: with one client more "
     assert not check(1, "rows")
     (line,) = check(1, "memory")
     assert line.startswith(f"{new}state.memory: float32[11] became float32[12]" + remedy)
     (line,) = check(2, "rows")
-    assert line.startswith(f"{new}state.rows['losses']: [24]" + remedy)
+    assert line.startswith(f"{new}state.rows['losses']: [24] of 12 clients" + remedy)
 
 
 def test_a_trial_has_a_client_without_samples(toy):

@@ -157,14 +157,11 @@ def read_samples(run: LoadedRun, file: str, labels: bool) -> tuple[dict[str, np.
         return {name: array[rows] for name, array in arrays.items()} | {"row": rows}, total
     pool, rows, total = read_as_run(run, file, labels)
     arrays = {"x": np.asarray(pool.x), "row": rows}
-    if labels:
-        names = pool.class_names
-        arrays["y"] = pool.y if names is None else np.array(names)[pool.y]
-    if pool.client is not None:
-        names = pool.client_names
-        arrays["client"] = pool.client if names is None else np.array(names)[pool.client]
-    if pool.test is not None:
-        arrays["split"] = pool.test
+    y = pool.y if labels else None
+    named = {"y": (y, pool.class_names), "client": (pool.client, pool.client_names)}
+    for name, (values, names) in (named | {"split": (pool.test, None)}).items():
+        if values is not None:
+            arrays[name] = values if names is None else np.array(names)[values]
     return arrays, total
 
 
@@ -200,15 +197,15 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
     if "num_classes" in source and (classes is None or all(map(str.isdecimal, classes))):
         # a label that no sample of this file has is no gap
         source["num_classes"] = run.num_classes if classes is None else 1 + max(map(int, classes))
-    if name in TABLES and run.columns is not None:
-        return read_new_samples(name, source, run.columns, labels)
-    if not labels and name not in TABLES:
-        raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
     if name in TABLES:
+        if run.columns is not None:
+            return read_new_samples(name, source, run.columns, labels)
         unread = [] if labels else ["y"]
         if source["x"] is not None:  # else they would be features
             unread += ["time", "concept"]
         source |= dict.fromkeys(unread)
+    elif not labels:
+        raise InputError(f"{file}: --no-labels is for tables, and dataset={name} reads none")
     elif run.columns is not None and source.get("x", "") is None:
         source["x"] = list(run.columns)
     pool = read(**source)

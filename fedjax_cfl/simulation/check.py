@@ -1,7 +1,7 @@
 """Whether a method of one's own keeps the rules of a round, tried on a few clients without a GPU.
 
-A rule is a row of `RULES`: its name, a function of a `Trial` that finds what breaks it, and what is
-said of that.
+A rule is a row of `RULES`: a function of a `Trial` that finds what breaks it, in words, and what is
+said of that, by its name and with what to do.
 """
 
 from collections.abc import Callable
@@ -178,15 +178,13 @@ def try_rounds(
 
 def find_broken_rules(trial: Trial) -> list[str]:
     """Returns a line for every rule that is broken, with what to do."""
-    return [line for name, find, says in RULES for line in describe(name, find(trial), says)]
+    return [line for find, says in RULES for line in describe(find(trial), says)]
 
 
-def describe(rule: str, found: list[str], says: str) -> list[str]:
-    """Returns the line of a rule that `found` breaks, none where nothing does; it takes the place
-    of {} in what is said.
-    """
+def describe(found: list[str], says: str) -> list[str]:
+    """Returns the line about what is found, in the place of {}; none where nothing is."""
     more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return [f"{rule}: {says.format(', '.join(found[:3]) + more)}"] if found else []
+    return [says.format(", ".join(found[:3]) + more)] if found else []
 
 
 def name_leaves(tree: Any, name: str = "state") -> dict[str, Any]:
@@ -253,6 +251,7 @@ def in_each_state(find: Callable[[Trial, State], list[str]]) -> Callable[[Trial]
     return first
 
 
+@in_each_state
 def find_other_groups(trial: Trial, state: State) -> list[str]:
     """Returns the clients that are in a group that does not exist."""
     last, group = state.active.size - 1, np.asarray(state.assignment)
@@ -341,86 +340,76 @@ def check_newcomers(make: Callable[[Selection], Algorithm], data: FederatedData)
     none = {"assignment": (), "selection": (), "rows": {}}
     found = compare_shapes(fewer.replace(**none), whole.replace(**none))
     rows = name_leaves(whole.rows, "state.rows").items()
-    found += [
-        f"{name}: {list(leaf.shape)}" for name, leaf in rows if leaf.shape[:1] != (known + 1,)
-    ]
-    says = "{}; keep what there is of each client in Method.client_rows, whose first axis is of"
-    return describe("newcomers", found, f"of {known} to {known + 1} clients {says} length K")
+    wrong = [(name, leaf.shape) for name, leaf in rows if leaf.shape[:1] != (known + 1,)]
+    found += [f"{name}: {list(shape)} of {known + 1} clients" for name, shape in wrong]
+    return describe(
+        found,
+        "newcomers: with one client more {}; keep what there is of each client in"
+        " Method.client_rows, whose first axis is of length K",
+    )
 
 
-RULES: tuple[tuple[str, Callable[[Trial], list[str]], str], ...] = (
+RULES: tuple[tuple[Callable[[Trial], list[str]], str], ...] = (
     (
-        "traced",
         lambda trial: trial.failures,
-        "{}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if, int() or"
-        " NumPy, and the shapes that the docstrings of `method.py` say",
+        "traced: {}; use jnp.where or jax.lax.cond for what depends on arrays, not Python's if,"
+        " int() or NumPy, and the shapes that the docstrings of `method.py` say",
     ),
     (
-        "shapes",
         find_changes,
-        "a round changes the state's arrays ({}); return every array in the shape and type that it"
-        " has at the start (.astype, a fixed number of rows)",
+        "shapes: a round changes the state's arrays ({}); return every array in the shape and"
+        " type that it has at the start (.astype, a fixed number of rows)",
     ),
     (
-        "compiled once",
         find_second_compile,
-        "the second round is compiled again ({}); give every array of the start its type, as"
-        " jnp.zeros((), jnp.float32) for 0.0",
+        "compiled once: the second round is compiled again ({}); give every array of the start"
+        " its type, as jnp.zeros((), jnp.float32) for 0.0",
     ),
     (
-        "rounds",
         lambda trial: [str(one.round) for n, one in enumerate(trial.states) if one.round != n],
-        "state.round is {}; add 1 in every round, by which draws differ",
+        "rounds: state.round is {}; add 1 in every round, by which draws differ",
     ),
     (
-        "groups",
-        in_each_state(find_other_groups),
-        "{}; let assign, regroup and what changes state.assignment name one of these, or -1",
+        find_other_groups,
+        "groups: {}; let assign, regroup and what changes state.assignment name one of these, or"
+        " -1",
     ),
     (
-        "finite",
         find_infinite,
-        "{} is not; a group without updates has mass 0 and divides by nothing: jnp.maximum(mass,"
-        " 1)",
+        "finite: {} is not; a group without updates has mass 0 and divides by nothing:"
+        " jnp.maximum(mass, 1)",
     ),
     (
-        "updates",
         find_lost_updates,
-        "{}; look at the solver's delta, at Upload.extra, and at Upload.weight, the client's"
-        " training samples",
+        "updates: {}; look at the solver's delta, at Upload.extra, and at Upload.weight, the"
+        " client's training samples",
     ),
     (
-        "traffic",
         find_traffic,
-        "{}; report finite whole numbers from 0 on (make_bill), 0 for what is not sent",
+        "traffic: {}; report finite whole numbers from 0 on (make_bill), 0 for what is not sent",
     ),
     (
-        "served",
         find_unfit_service,
-        "{}; give ServedModels of models [M, ...], model_index [K] from 0 to M - 1, -1 for a client"
-        " without one, and weights [K, M] from 0 on, whose rows add up to 1, or none",
+        "served: {}; give ServedModels of models [M, ...], model_index [K] from 0 to M - 1, -1"
+        " for a client without one, and weights [K, M] from 0 on, whose rows add up to 1, or none",
     ),
     (
-        "no samples",
         in_each_state(lambda trial, one: find_members(trial, one, False, one.assignment >= 0)),
-        "{} is in one of several groups, without training samples; leave -1 in state.assignment"
-        " where data.train.size is 0 (finish may not change that)",
+        "no samples: {} is in one of several groups, without training samples; leave -1 in"
+        " state.assignment where data.train.size is 0 (finish may not change that)",
     ),
     (
-        "selected",
         in_each_state(lambda trial, one: find_members(trial, one, True, is_stray(one))),
-        "{} has no group, and took part; name one for every slot in assign",
+        "selected: {} has no group, and took part; name one for every slot in assign",
     ),
     (
-        "order",
         lambda trial: find_differences(trial, trial.turned, rtol=1e-3, atol=1e-4),
-        "the second round gives another {} when its cohort is named in another order; use"
+        "order: the second round gives another {} when its cohort is named in another order; use"
         " cohort.ids and upload.weight, not a slot's number, and do not sort by slots",
     ),
     (
-        "resume",
         lambda trial: find_differences(trial, trial.resumed, rtol=0, atol=0),
-        "from a state that was saved and read the second round gives another {}; keep what changes"
-        " in state.memory, not in Python variables",
+        "resume: from a state that was saved and read the second round gives another {}; keep"
+        " what changes in state.memory, not in Python variables",
     ),
 )
