@@ -249,4 +249,4 @@ def test_a_setting_that_the_reader_of_a_run_does_not_have_is_one_line(
     file = "own.csv" if kind == "csv" else "folder"
     status, _, error = predict(copy, file)
     assert status == 2 and error.count("\n") == 1
-    assert f"{file}: not read, for the run's dataset.source has" in error and "'colour'" in error
+    assert "dataset.source._target_=" in error and "argument 'colour'; correct the run's" in error

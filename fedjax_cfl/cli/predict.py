@@ -185,7 +185,9 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
     try:
         bound = inspect.signature(read).bind(**source)
     except TypeError as error:
-        raise InputError(f"{file}: not read, for the run's dataset.source has {error}") from None
+        raise InputError(
+            f"dataset.source._target_={target}: {error}; correct the run's .hydra/config.yaml"
+        ) from None
     bound.apply_defaults()
     source = bound.arguments | {"path": file}
     if source.get("number_text"):
