@@ -58,7 +58,7 @@ def test_aliases_of_aliases_are_refused(kind, tmp_path):
         lines.append(f"k{number}: &k{number} {node}")
     (tmp_path / ".hydra" / "config.yaml").write_text("\n".join(lines))
     said = answer(lambda: results.read_settings(tmp_path))
-    assert "cannot be read (it has an alias, *name), expected what a run writes" in said
+    assert said.endswith("cannot be read: it has an alias, *name")
 
 
 def test_settings_without_aliases_are_read_as_before(tmp_path):

@@ -102,7 +102,7 @@ def test_models_of_another_run_are_refused(file, fedjax_cfl, tmp_path):
         assert fedjax_cfl(f"{LINE} discard=none rounds=2 seed={seed} run_dir=run{seed}")[0] == 0
     cfl.load_run(tmp_path / "run0")
     shutil.copy(tmp_path / "run1" / file, tmp_path / "run0" / file)
-    with pytest.raises(InputError, match=f"{file}: holds models of another run"):
+    with pytest.raises(InputError, match=f"{file}: cannot be read: it is of another run"):
         cfl.load_run(tmp_path / "run0")
 
 

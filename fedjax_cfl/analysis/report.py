@@ -37,11 +37,10 @@ from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.runs import DATA, common_folder, list_settings
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
-from fedjax_cfl.runs.assignments import Assignments, sample_clients
+from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
-from fedjax_cfl.runs.results import SUMMARY_FILE, to_plain, write_text
+from fedjax_cfl.runs.results import CLIENTS_FILE, SUMMARY_FILE, read_clients, to_plain, write_text
 from fedjax_cfl.runs.run_dir import check_writable
-from fedjax_cfl.runs.tables import Tables, read_tables
 from fedjax_cfl.scores import SCORES, score_of
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
@@ -168,9 +167,14 @@ def write_report(
 # a run
 
 
-def read_run_tables(run: dict[str, Any]) -> Tables:
-    """Returns the tables of a run as `read_run` has it."""
-    return read_tables(run["run_dir"], run, run["rows"])
+def read_run_tables(run: dict[str, Any]) -> tuple[dict[str, Any] | None, Assignments | None]:
+    """Returns the columns [K] of clients.parquet and the groups at every evaluation, of a run as
+    `read_run` has it; None: it has no such file.
+    """
+    folder, run_id = run["run_dir"], run.get("run_id")
+    there = (folder / CLIENTS_FILE).exists()
+    table = read_clients(folder, run_id=run_id) if there else None
+    return table, read_assignments(folder, run_id)
 
 
 def hide_path(value: Any) -> str:
@@ -195,7 +199,7 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
     """Returns what the page says of a run in words and tables, of `most` clients at most; `file` is
     what the names of its pictures begin with.
     """
-    files = read_run_tables(run)
+    table, found = read_run_tables(run)
     settings = list_settings(run["run_dir"])
     return {
         "title": hide_path(heading),
@@ -205,9 +209,7 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
         "overrides": [hide_path(line) for line in run["asked"]],
         "settings": {escape_text(name): hide_path(value) for name, value in settings.items()},
         "numbers": format_numbers(run),
-        "clients": None
-        if files.clients is None
-        else list_clients(files.clients, files.assignments, most),
+        "clients": None if table is None else list_clients(table, found, most),
     }
 
 

@@ -15,7 +15,6 @@ from fedjax_cfl.formatting import escape_text, flatten_settings
 from fedjax_cfl.runs import results
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
 from fedjax_cfl.runs.scoring import scored_rounds
-from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import SCORES
 from fedjax_cfl.validation import check_value
 
@@ -58,7 +57,8 @@ def load_runs(
         named = {name: run.get(name) for name in (*IDENTITY, "seed")}
         known = {"run": str(run_dir), **list_settings(run_dir), **run["overrides"], **named}
         if per == "client":
-            found = read_tables(run_dir, run, run["rows"]).clients or {}
+            there = (run_dir / results.CLIENTS_FILE).exists()
+            found = results.read_clients(run_dir, run_id=run.get("run_id")) if there else {}
             table = pd.DataFrame({name: list(values) for name, values in found.items()})
         else:
             table = pd.DataFrame(run["rows"] if per == "test" else list_groups(run["rows"]))

@@ -11,22 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet
 
-from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.columns import COUNT, GROUP, RUN_ID, read_columns, to_arrow
-from fedjax_cfl.runs.results import atomic_write
+from fedjax_cfl.runs.regular_files import refuse_damage
+from fedjax_cfl.runs.results import RUN_ID, read_columns, to_arrow, write_parquet
 
 if TYPE_CHECKING:  # JAX is not needed to read them
     from fedjax_cfl.simulation.callback import Grouping
 
 ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
 SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
-COLUMNS = {
-    "round": COUNT._replace(needed=True),
-    "group": GROUP._replace(lists=True),
-    "concept": GROUP._replace(lists=True, needed=False),
-}
 
 
 class Assignments(NamedTuple):
@@ -94,9 +87,7 @@ def finish_assignments(
         noted: dict[Any, Any] = {RUN_ID: run_id}
         if clients.size < num_clients:
             noted[SAMPLED] = json.dumps(clients.tolist())
-        parquet = pa.table(columns, metadata=noted)
-        with atomic_write(run_dir / ASSIGNMENTS_FILE) as temporary:
-            pyarrow.parquet.write_table(parquet, temporary, compression="zstd")
+        write_parquet(pa.table(columns, metadata=noted), run_dir / ASSIGNMENTS_FILE)
     path.unlink()
 
 
@@ -110,22 +101,15 @@ def _lists(values: np.ndarray) -> pa.Array:
 
 def read_assignments(run_dir: str | Path, run_id: str | None = None) -> Assignments | None:
     """Reads assignments.parquet; None where a run has kept no groups. Raises InputError
-    for a file that no run wrote, or another one than `run_id`.
+    for a damaged file, or one of another run than `run_id`.
     """
     path = Path(run_dir) / ASSIGNMENTS_FILE
     if not path.is_file():
         return None
-    found, metadata = read_columns(path, COLUMNS, run_id)
+    found, metadata = read_columns(path, {"round": 1, "group": 2}, run_id)
     groups, concepts = found["group"].astype(np.int32), found.get("concept")
-    size = groups.shape[1]
-    try:
+    with refuse_damage(path):
         sampled = json.loads(metadata.get(SAMPLED, b"null"))
-        clients = np.array(sampled if isinstance(sampled, list) else range(size), np.int64)
-    except (ValueError, TypeError, OverflowError, RecursionError):
-        clients = np.zeros(0)
-    if clients.shape != (size,) or (np.diff(clients) <= 0).any() or clients[0] < 0:
-        raise InputError(f"{path}: cannot be read: its clients are not those of its groups")
-    if concepts is not None and concepts.shape != groups.shape:
-        raise InputError(f"{path}: cannot be read: its columns do not fit together")
+        clients = np.array(range(groups.shape[1]) if sampled is None else sampled, np.int64)
     concepts = None if concepts is None else concepts.astype(np.int32)
     return Assignments(found["round"].astype(np.int32), clients, groups, concepts)

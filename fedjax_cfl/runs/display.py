@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
-from rich.progress import (
-    track,
-)
+from rich.progress import track
 from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes

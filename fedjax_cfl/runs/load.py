@@ -25,18 +25,11 @@ from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import clean_name, describe_settings, name_columns, to_frame
 from fedjax_cfl.models import as_task, multilabel, regression
-from fedjax_cfl.runs.assignments import Assignments
+from fedjax_cfl.runs.assignments import Assignments, read_assignments
 from fedjax_cfl.runs.callbacks import MIXTURE
-from fedjax_cfl.runs.regular_files import explain
-from fedjax_cfl.runs.results import (
-    CLIENTS_FILE,
-    SUMMARY_FILE,
-    read_metrics,
-    read_settings,
-    read_summary,
-)
+from fedjax_cfl.runs.regular_files import check_run, refuse_damage
+from fedjax_cfl.runs.results import read_clients, read_metrics, read_settings, read_summary
 from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, nest_arrays
-from fedjax_cfl.runs.tables import read_tables
 from fedjax_cfl.scores import describe_rows, pick_columns
 from fedjax_cfl.tasks import Targets, count_outputs, kind_of
 from fedjax_cfl.tree import take_rows
@@ -319,20 +312,14 @@ def load_run(
     """
     run_dir = Path(run_dir).expanduser()
     rows, summary = read_metrics(run_dir), read_summary(run_dir)
-    final, facts = read_models(run_dir / FINAL_FILE)
-    if summary is None or final is None or not rows:
+    if summary is None or not rows or not (run_dir / FINAL_FILE).exists():
         raise InputError(
             f"run_dir={run_dir}: the run has not finished and has no final models; the command"
             " that began it goes on with it"
         )
-    best, best_facts = read_models(run_dir / BEST_FILE)
-    for name, known in ((FINAL_FILE, facts), (BEST_FILE, best_facts)):
-        if known and known.get("run_id") != summary.get("run_id"):
-            raise InputError(
-                f"{run_dir / name}: holds models of another run than {SUMMARY_FILE}; put back the"
-                " file that this run has written"
-            )
-    settings = read_settings(run_dir)
+    run_id, settings = summary.get("run_id"), read_settings(run_dir)
+    final, facts = read_models(run_dir / FINAL_FILE, run_id)
+    best = read_models(run_dir / BEST_FILE, run_id)[0] if (run_dir / BEST_FILE).exists() else None
     shape, classes = tuple(facts["sample_shape"]), facts["num_classes"]
     names, columns = (facts.get(name) and tuple(facts[name]) for name in ("class_names", "columns"))
     targets = find_targets(run_dir, settings, classes, targets)
@@ -340,10 +327,8 @@ def load_run(
     module = module or build_module(settings["model"]["module"], outputs)
     task = as_task(module, shape, classes, 0, targets)
     _check_fit(run_dir, task, final.models)
-    tables = read_tables(run_dir, summary, rows, final.model_index.size)
-    if tables.clients is None:
-        raise InputError(f"{run_dir / CLIENTS_FILE}: there is none; put back what the run wrote")
-    about = settings, summary, rows, tables.clients, tables.assignments
+    clients = read_clients(run_dir, run_id=run_id)
+    about = settings, summary, rows, clients, read_assignments(run_dir, run_id)
     more = task, shape, classes, names, outputs, columns, facts.get("pixels")
     return LoadedRun(*about, final, best, *more)
 
@@ -371,21 +356,18 @@ def find_targets(
     return trained
 
 
-def read_models(path: Path) -> tuple[SavedModels | None, dict[str, Any]]:
-    """Returns the models of a file and its facts, None and nothing where there is none. Raises
-    InputError if it is damaged.
+def read_models(path: Path, run_id: str | None) -> tuple[SavedModels, dict[str, Any]]:
+    """Returns the models of a file and its facts. Raises InputError if it is damaged, or of another
+    run than `run_id`.
     """
-    if not path.exists():
-        return None, {}
-    try:
+    with refuse_damage(path):
         arrays, facts = load_arrays(path)
+        check_run(facts.get("run_id"), run_id)
         tree = nest_arrays(arrays)
         weights, label_shares = (tree.get(name) for name in MIXTURE)
         scaling = tree.get("scaling") and Scaling(**tree["scaling"])
         common = facts["round"], tree["models"], tree["index"]
-        return SavedModels(*common, weights, label_shares, scaling), facts
-    except Exception as error:  # whatever damage does to a reader
-        raise InputError(f"{path}: cannot be read: {explain(error)}") from None
+    return SavedModels(*common, weights, label_shares, scaling), facts
 
 
 def check_weights(weights: Any, total: int) -> np.ndarray:

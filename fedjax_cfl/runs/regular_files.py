@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from fedjax_cfl.errors import InputError
+
 
 @contextlib.contextmanager
 def open_regular(path: Path) -> Iterator[io.BufferedReader]:
@@ -30,6 +32,21 @@ def hash_file(path: Path) -> str:
     """Returns the SHA-256 of a file. Raises ValueError as `open_regular` does."""
     with open_regular(path) as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def refuse_damage(path: Path) -> Iterator[None]:
+    """Raises InputError, in a line, for whatever damage does to a reader of a file."""
+    try:
+        yield
+    except Exception as error:
+        raise InputError(f"{path}: cannot be read: {explain(error)}") from None
+
+
+def check_run(written: str | None, run_id: str | None) -> None:
+    """Raises ValueError for a file in which another run than `run_id` is noted; None: any."""
+    if written and run_id and written != run_id:
+        raise ValueError("it is of another run than the files beside it; put back this run's own")
 
 
 def explain(error: Exception) -> str:

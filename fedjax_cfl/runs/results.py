@@ -22,21 +22,15 @@ import yaml
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_csv
-from fedjax_cfl.runs.columns import COUNT, GROUP, NAME, RUN_ID, read_columns, to_arrow
-from fedjax_cfl.runs.regular_files import read_regular
+from fedjax_cfl.runs.regular_files import check_run, open_regular, read_regular, refuse_damage
 from fedjax_cfl.scores import SCORES, score_of
 
 METRICS_FILE, CLIENTS_FILE = "metrics.jsonl", "clients.parquet"
 SUMMARY_FILE = "summary.json"  # its presence says that the run is finished
 INDEX_FILE = "index.csv"  # of a sweep: what varies between its runs
 NEW_CLIENTS_FILE = "new_clients.parquet"
-# what is read of them; other columns hold numbers
-PEOPLE = {"client": NAME, "group": GROUP, "concept": GROUP}
-PEOPLE |= {"train_samples": COUNT, "test_samples": COUNT}
-COLUMNS = {
-    CLIENTS_FILE: {**PEOPLE, "labels": COUNT._replace(lists=True)},
-    NEW_CLIENTS_FILE: PEOPLE,
-}
+RUN_ID = b"run_id"  # of a Parquet file's metadata: the run that wrote it
+WHOLE = ("round", "group", "concept", "labels")  # columns of whole numbers, or lists of them
 # of a row: a value for each group, or for each true group
 LIST_FIELDS = ("group_sizes", "group_loss", "group_discrepancy")
 LIST_FIELDS += tuple(
@@ -125,8 +119,33 @@ def write_clients(
     table = pa.table({name: to_arrow(values) for name, values in columns.items()})
     if run_id is not None:
         table = table.replace_schema_metadata({RUN_ID: run_id})
-    with atomic_write(Path(run_dir) / name) as temporary:
-        pyarrow.parquet.write_table(table, temporary)
+    write_parquet(table, Path(run_dir) / name)
+
+
+def write_parquet(table: pa.Table, path: Path) -> None:
+    """Writes a table with checksums, by which a reader sees damage."""
+    with atomic_write(path) as temporary:
+        pyarrow.parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
+
+
+def to_arrow(values: Any) -> pa.Array:
+    """Returns values [K] as a column, and values [K, ...] as one of lists. Numbers and text go
+    without `pyarrow.array`, which imports pandas: that takes as long as a short run.
+    """
+    values = np.asarray(values)
+    if values.ndim > 1:
+        lists = values.reshape(len(values), -1)
+        ends = np.arange(len(lists) + 1, dtype=np.int64) * lists.shape[1]
+        return pa.LargeListArray.from_arrays(to_arrow(ends), to_arrow(lists.reshape(-1)))
+    if values.dtype.kind == "U":
+        texts = [text.encode() for text in values.tolist()]
+        ends = np.cumsum([0, *map(len, texts)], dtype=np.int64)
+        parts = pa.py_buffer(ends), pa.py_buffer(b"".join(texts))
+        return pa.LargeStringArray.from_buffers(len(texts), *parts)
+    if values.dtype.kind not in "iuf":
+        return pa.array(values)
+    buffer = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, buffer])
 
 
 def append_row(handle: IO[str], row: dict[str, Any]) -> None:
@@ -174,13 +193,6 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
         while rows and rows[-1]["round"] >= row["round"]:
             rows.pop()
         rows.append(row)
-    for name in sorted(set().union(*rows)):
-        kinds = {np.shape(row[name]) for row in rows if row.get(name) is not None}
-        if len(kinds) > 1:
-            raise InputError(
-                f"{path}: {name} is a list in some rows and of another length, or none, in others,"
-                " expected what a run writes"
-            )
     return rows
 
 
@@ -207,40 +219,69 @@ def read_summary(run_dir: str | Path) -> dict[str, Any] | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises InputError for a file that holds none."""
-    try:
+    with refuse_damage(path):
         found = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise InputError(f"{path}: not valid JSON ({error})") from None
-    except RecursionError:
-        raise InputError(f"{path}: nested too deeply, expected what a run writes") from None
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}")
+        if not isinstance(found, dict):
+            raise ValueError(f"expected a JSON object, found {type(found).__name__}")
     return found
 
 
 def read_clients(
     run_dir: str | Path, name: str = CLIENTS_FILE, run_id: str | None = None
 ) -> dict[str, np.ndarray]:
-    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C].
-
-    Raises InputError for a file that cannot be read or has other columns than a run writes, and
-    for one that is noted to be of another run than `run_id`.
+    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C]. Raises
+    InputError as `read_columns` does.
     """
-    return read_columns(Path(run_dir) / name, COLUMNS[name], run_id)[0]
+    return read_columns(Path(run_dir) / name, {"client": 1, "group": 1, "concept": 1}, run_id)[0]
+
+
+def read_columns(
+    path: Path, axes: dict[str, int], run_id: str | None = None
+) -> tuple[dict[str, np.ndarray], dict[bytes, bytes]]:
+    """Returns the columns of a Parquet file, arrays [rows] or of lists [rows, entries], and its
+    metadata.
+
+    Args: `axes` of the columns that must be there; `run_id` is that of the run whose file it is,
+    None: any. Raises InputError for a file that is damaged, without rows, of another run or of
+    other columns than a run writes.
+    """
+    with refuse_damage(path), open_regular(path) as handle:
+        table = pyarrow.parquet.read_table(handle, page_checksum_verification=True)
+        metadata = table.schema.metadata or {}
+        check_run(metadata.get(RUN_ID, b"").decode(errors="replace"), run_id)
+        if not table.num_rows:
+            raise ValueError("it has no rows")
+        found = {name: _to_numpy(name, table[name].combine_chunks()) for name in table.column_names}
+        for name, expected in axes.items():
+            if name not in found or found[name].ndim != expected:
+                raise ValueError(f"it has no column {name} as a run writes it")
+    return found, metadata
+
+
+def _to_numpy(name: str, column: Any) -> np.ndarray:
+    """Returns a column as an array of names, int64 or float64, in which null is NaN."""
+    kind = column.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        lengths = column.value_lengths().unique().to_pylist()
+        if len(lengths) != 1 or not lengths[0]:
+            raise ValueError(f"lists of column {name} are empty or not equally long")
+        return _to_numpy(name, column.flatten()).reshape(len(column), -1)
+    whole = name in WHOLE or pa.types.is_integer(kind)
+    if name != "client":
+        column = column.cast(pa.int64() if whole else pa.float64())
+    if column.null_count and (whole or name == "client"):
+        raise ValueError(f"column {name} has nulls")
+    return np.array(column.to_pylist() if name == "client" else column.to_numpy(False))
 
 
 def read_settings(run_dir: str | Path) -> dict[str, Any]:
     """Reads every setting of a run, nested as in conf/."""
     path = Path(run_dir) / ".hydra" / "config.yaml"
-    try:
+    with refuse_damage(path):
         settings = yaml.load(read_regular(path), PlainLoader)
         if not isinstance(settings["model"]["module"], dict):
             raise ValueError("model.module is no group of settings")
-        return settings
-    except (OSError, yaml.YAMLError, ValueError, KeyError, TypeError, RecursionError) as error:
-        plain = type(error) is ValueError
-        reason = getattr(error, "strerror", None) or (error if plain else type(error).__name__)
-        raise InputError(f"{path}: cannot be read ({reason}), expected what a run writes") from None
+    return settings
 
 
 class PlainLoader(yaml.SafeLoader):

@@ -40,15 +40,12 @@ def save_arrays(path: Path, tree: Any, facts: dict[str, Any]) -> None:
 
 
 def load_arrays(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns the arrays of such a file, by leaf name, and its JSON object. Raises ValueError,
-    OSError or an error of zip files where it is damaged: the format has a checksum of each array.
+    """Returns the arrays of such a file, by leaf name, and its JSON object. Raises KeyError,
+    ValueError, OSError or an error of zip files where it is damaged: each array has a checksum.
     """
     with open_regular(path) as handle, np.load(handle, allow_pickle=False) as file:
         arrays = {name: file[name] for name in file.files}
-    facts = json.loads(str(arrays.pop("facts")))
-    if not isinstance(facts, dict) or type(facts.get("round")) is not int:
-        raise ValueError("its facts are no JSON object with a round")
-    return arrays, facts
+    return arrays, json.loads(str(arrays.pop("facts")))
 
 
 def nest_arrays(arrays: Mapping[str, Any]) -> dict[str, Any]:
