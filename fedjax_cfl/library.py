@@ -208,6 +208,7 @@ def run(
     """
     plan = Plan(rounds, eval_every, discard)
     check_options(callbacks, run_dir, {"scaling": scaling, "settings": settings})
+    key = None if key is None else check_value("key", key, Key)
     numbers = None if seeds is None else list_seeds(seeds, key)
     key, mesh = jax.random.key(0) if key is None else key, mesh or make_mesh()
     names: dict[str, Any] = {}
@@ -221,6 +222,9 @@ def run(
             "algorithm: is made already; give run(algorithm, task, data, key), or a recipe, as"
             " run(cfl.algorithms.ifca(m=4), data)"
         )
+    else:
+        check_value("task", task, Task)
+        check_value("data", data, FederatedData)
     setup = Setup(algorithm, task, data, drift or no_drift(), mesh, scaling)
     more = {**names, **(settings or {})}, verbose, callbacks
     folder = None if run_dir is None else Path(run_dir).expanduser().absolute()

@@ -38,13 +38,19 @@ def test_a_run_takes_nothing_strange(name, value, given):
     assert ": must be " in error and len(error) < 200
 
 
-@pytest.mark.parametrize("name", ["algorithm", "task", "data", "key", "rounds"])
+@pytest.mark.parametrize("name", ["algorithm", "task", "rounds"])
 def test_a_run_needs_all_of_it(name, given):
     one_line(f"{name}=null: must be ", cfl.run, **given | {name: None})
 
 
+def test_a_method_that_is_made_is_no_recipe(given):
+    one_line("algorithm: is made already", cfl.run, **given | {"data": None})
+    recipe = {"algorithm": cfl.algorithms.fedavg(), "task": 3, "data": None}
+    one_line("data=3: give what cfl.federate returns", cfl.run, **given | recipe)
+
+
 def test_a_pool_is_no_data(given, toy_pool, local, linear):
-    one_line("must be FederatedData", cfl.run, **given | {"data": toy_pool})
+    one_line("must be null or FederatedData", cfl.run, **given | {"data": toy_pool})
     one_line("must be Algorithm", cfl.run, **given | {"algorithm": cfl.algorithms.fedavg})
     one_line("must be Pool", cfl.federate, given["data"], toy_pool)
     one_line("must be Partition", cfl.federate, toy_pool, toy_pool)

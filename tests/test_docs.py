@@ -77,7 +77,7 @@ def test_python_runs(page, tmp_path, monkeypatch, request, capsys):
         check_method(names["sticky_ifca"])
         pool = cfl.datasets.digits()
         task = cfl.as_task(cfl.models.MCLR(), pool.x.shape[1:], 10)
-        made = names["both"](task, cfl.Local(), cfl.select.uniform(10))
+        made = names["both"](task, cfl.Local(), cfl.select.uniform(10), m=4)
         state = jax.eval_shape(made.init, jax.random.key(0), names["data"])
         jax.eval_shape(made.round, jax.random.key(0), state, names["data"])
 
