@@ -213,18 +213,11 @@ def run(
     key, mesh = jax.random.key(0) if key is None else key, mesh or make_mesh()
     names: dict[str, Any] = {}
     parts = model, local, system
-    source, data = (task, None) if data is None else (data, data)
+    check_form(algorithm, task, data, parts)
+    source = task if data is None else data
     if not isinstance(algorithm, Algorithm):
         data = deal(source, numbers[0] if numbers else find_seed(key))
         algorithm, task, names = make_parts(algorithm, data, *parts, mesh)
-    elif data is None or parts != (None, None, None):
-        raise InputError(
-            "algorithm: is made already; give run(algorithm, task, data, key), or a recipe, as"
-            " run(cfl.algorithms.ifca(m=4), data)"
-        )
-    else:
-        check_value("task", task, Task)
-        check_value("data", data, FederatedData)
     setup = Setup(algorithm, task, data, drift or no_drift(), mesh, scaling)
     more = {**names, **(settings or {})}, verbose, callbacks
     folder = None if run_dir is None else Path(run_dir).expanduser().absolute()
@@ -251,6 +244,25 @@ def check_options(callbacks: Any, run_dir: Any, kept: Mapping[str, Any]) -> None
     for name, value in kept.items():
         if value is not None and run_dir is None:
             raise InputError(f"{name}: {words[name]} a run_dir; name one, as run_dir='runs/one'")
+
+
+def check_form(algorithm: Any, task: Any, data: Any, parts: tuple) -> None:
+    """Raises InputError for a method that is made without its task and data, or with `parts` of a
+    recipe, and for a recipe with a task.
+    """
+    if not isinstance(algorithm, Algorithm) and data is not None:
+        raise InputError(
+            f"algorithm={shorten(algorithm)}: must be Algorithm, with a task; a recipe has data"
+            " alone, as run(cfl.algorithms.ifca(m=4), data, model=...)"
+        )
+    if isinstance(algorithm, Algorithm):
+        if data is None or parts != (None, None, None):
+            raise InputError(
+                "algorithm: is made already; give run(algorithm, task, data, key), or a recipe, as"
+                " run(cfl.algorithms.ifca(m=4), data)"
+            )
+        check_value("task", task, Task)
+        check_value("data", data, FederatedData)
 
 
 def list_seeds(seeds: Any, key: Key | None) -> list[int]:

@@ -51,7 +51,9 @@ def test_a_method_that_is_made_is_no_recipe(given):
 
 def test_a_pool_is_no_data(given, toy_pool, local, linear):
     one_line("must be null or FederatedData", cfl.run, **given | {"data": toy_pool})
-    one_line("must be Algorithm", cfl.run, **given | {"algorithm": cfl.algorithms.fedavg})
+    one_line(
+        "must be Algorithm, with a task", cfl.run, **given | {"algorithm": cfl.algorithms.fedavg}
+    )
     one_line("must be Pool", cfl.federate, given["data"], toy_pool)
     one_line("must be Partition", cfl.federate, toy_pool, toy_pool)
     one_line("algorithm.system=", cfl.algorithms.fedavg, linear, local, given["data"])

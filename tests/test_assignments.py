@@ -123,7 +123,7 @@ def test_a_group_without_old_members_is_new():
 
 
 def test_a_new_group_takes_no_number_that_another_has():
-    """From the last evaluation back: group 0 of the one before is new; 0 and 2 are taken, 3 is not."""
+    """From the last evaluation back: group 0 of the one before is new, and 0 and 2 are taken."""
     groups = np.array([[0, 0, 2, 2, -1, -1], [1, 1, 2, 2, 0, 0]])
     expected = [[0, 0, 2, 2, -1, -1], [0, 0, 2, 2, 3, 3]]
     np.testing.assert_array_equal(flows.match_groups(groups[::-1]), expected[::-1])
