@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
-from fedjax_cfl.analysis import ranks, trials
+from fedjax_cfl.analysis import ranks
 from fedjax_cfl.analysis.plot import (
     escape_plot_lines,
     format_percent_axis,
@@ -28,7 +28,7 @@ from fedjax_cfl.analysis.plot import (
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_plot
 from fedjax_cfl.runs.results import write_columns
-from papers.cells import row_columns
+from papers.cells import read_chosen, row_columns
 from papers.report import cell_measure, is_score, read_measures, row_title
 
 # of cells.csv: its columns, and where a run has them
@@ -136,7 +136,7 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
     above the median; {} where nothing was.
     """
     for folder in run_dir.parents:
-        if (chosen := trials.read_chosen(folder)) is None:
+        if (chosen := read_chosen(folder)) is None:
             continue
         with (folder / "trials.csv").open(newline="") as text:
             lines = list(csv.DictReader(text))

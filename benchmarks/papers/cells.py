@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -14,7 +14,7 @@ from fedjax_cfl.analysis import trials
 from fedjax_cfl.cli.tune import TRIAL_SEEDS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.labels import is_execution, parse_overrides
-from fedjax_cfl.runs.results import read_summary
+from fedjax_cfl.runs.results import read_json, read_summary
 from fedjax_cfl.validation import check_value
 
 TABLES = Path(__file__).resolve().parent / "tables"
@@ -254,12 +254,23 @@ def requested_rounds(overrides: list[str]) -> str | None:
     return parse_overrides(overrides).get("rounds")
 
 
+def read_chosen(folder: Path) -> dict[str, Any] | None:
+    """Returns what `tune` has written about its choice, None where it has not finished."""
+    path = folder / trials.CHOSEN_FILE
+    if not path.is_file():
+        return None
+    chosen = read_json(path)
+    if not isinstance(chosen.get("given"), list) or not isinstance(chosen.get("seeds"), list):
+        raise InputError(f"{path}: has no given or seeds, expected what tune writes")
+    return chosen
+
+
 def read_started(cell: Cell) -> tuple[list[str], list[int]] | None:
     """Returns the overrides with which a finished cell ran, and its seeds, None if it has not
     finished.
     """
     if cell.grid:
-        chosen = trials.read_chosen(cell.folder)
+        chosen = read_chosen(cell.folder)
         return None if chosen is None else (chosen["given"], chosen["seeds"])
     first, *others = [read_summary(folder) for folder in list_runs(cell)]
     if first is None or None in others:
@@ -282,7 +293,7 @@ def has_run(cell: Cell) -> bool:
     if cell.seeds and seeds != list(cell.seeds):
         differ.append(f"{len(seeds)} seeds")
     if cell.grid:
-        tried = (trials.read_chosen(cell.folder) or {}).get("trial_seeds")
+        tried = (read_chosen(cell.folder) or {}).get("trial_seeds")
         if tried not in (None, list(cell.trial_seeds or TRIAL_SEEDS)):
             differ.append(f"trials of seeds {' '.join(map(str, tried))}")
     if differ:

@@ -30,11 +30,8 @@ def has_groups(groups: np.ndarray) -> bool:
     """Returns whether groups [E, R] are any: more than one somewhere, and not a model for
     each client.
     """
-    for row in groups:
-        met = row[row >= 0]
-        if 1 < np.unique(met).size <= max(2, met.size // 2):
-            return True
-    return False
+    each = (row[row >= 0] for row in groups)
+    return any(1 < np.unique(met).size <= max(2, met.size // 2) for met in each)
 
 
 def match_groups(groups: np.ndarray) -> np.ndarray:
@@ -60,10 +57,7 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
             if name[group] < 0:
                 name[group] = group if group not in used else max(used) + 1
             used.add(name[group])
-        numbers = np.array([name[group] for group in present.tolist()], followed.dtype)
-        place = np.searchsorted(present, own).clip(0, max(0, present.size - 1))
-        if present.size:
-            followed[row] = np.where(own >= 0, numbers[place], -1)
+        followed[row] = pd.Series(own).map(name).fillna(-1)
     return followed[::-1]
 
 
@@ -97,11 +91,10 @@ def choose_classes(
     names = [f"{prefix} {value}" for value in kept.tolist()]
     if values.size > most:
         names.append(OTHER)
-    place = np.searchsorted(kept, numbers).clip(0, max(0, kept.size - 1))
-    if not kept.size:
-        return Classes(kind, [], [], np.full(followed.shape, -1))
-    numbers = np.where(kept[place] == numbers, place, np.where(numbers >= 0, most, -1))
-    return Classes(kind, names, kept.tolist(), numbers)
+    classes = np.where(numbers >= 0, most, -1)
+    for place, value in enumerate(kept.tolist()):
+        classes[numbers == value] = place
+    return Classes(kind, names, kept.tolist(), classes)
 
 
 def count_moves(followed: np.ndarray) -> np.ndarray:

@@ -116,13 +116,12 @@ def check_cell(line: dict[str, str]) -> dict[str, Any]:
         "score": read_number("score", line["score"]) if line.get("score") else math.nan,
         "sd": read_number("sd", line["sd"], 0.0) if line.get("sd") else None,
     }
-    of_scores = {"score": float(np.mean(scores or [math.nan]))}
-    of_scores["sd"] = float(np.std(scores, ddof=1)) if len(scores) > 1 else math.nan
-    for name, value in of_scores.items():
-        if scores and line.get(name) and not math.isclose(found[name], value, abs_tol=1e-6):
-            raise ValueError(f"{name} {line[name]}: of scores {line['scores']} it is {value:g}")
     if scores:
-        found["score"] = of_scores["score"]
+        sd = float(np.std(scores, ddof=1)) if seeds > 1 else math.nan
+        for name, value in {"score": float(np.mean(scores)), "sd": sd}.items():
+            if line.get(name) and not math.isclose(found[name], value, abs_tol=1e-6):
+                raise ValueError(f"{name} {line[name]}: of scores {line['scores']} it is {value:g}")
+        found["score"] = float(np.mean(scores))
     return line | found | {"seeds": seeds, "scores": scores}
 
 
@@ -195,26 +194,16 @@ def critical_difference(methods: int, settings: int) -> float:
     return float(q * np.sqrt(methods * (methods + 1) / (6 * settings)))
 
 
-def sign_ranks(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns the ranks of the differences of scores [N] by their size, with their signs; 0 of
-    those that are 0, which do not count.
-    """
-    gaps = statistics.subtract(one, other)
-    sizes = np.abs(gaps[gaps != 0])
-    signed = np.zeros(len(gaps))
-    signed[gaps != 0] = np.sign(gaps[gaps != 0]) * stats.rankdata(sizes)
-    return signed
-
-
 def compare_with(means: np.ndarray, baseline: int) -> np.ndarray:
     """Returns the chance [k] of Wilcoxon's signed-rank test, exact, of each method's differences
     from the method `baseline` over settings, corrected by Holm (1979); NaN for itself.
 
     `means` [N, k]. Of N settings no chance is below 2 / 2^N before the correction.
     """
-    chances = np.array(
-        [statistics.find_chance(sign_ranks(column, means[:, baseline])) for column in means.T]
-    )
+    gaps = [statistics.subtract(own, means[:, baseline]) for own in means.T]
+    # the ranks of differences by their size, with their signs; those of 0 do not count
+    signed = [np.sign(g) * (stats.rankdata(np.abs(g)) - (g == 0).sum()) for g in gaps]
+    chances = np.array([statistics.find_chance(each) for each in signed])
     chances[baseline] = np.nan
     return statistics.correct_holm(chances)
 
@@ -249,15 +238,13 @@ def list_differences(
 def list_ranks(scores: Scores, ranked: Ranks, baseline: str | None) -> list[dict[str, Any]]:
     """Returns the lines of ranks.csv, the best first."""
     means, methods = scores.means, scores.methods
-    table = pd.DataFrame({"method": methods, "mean_rank": ranked.mean})
-    table = table.assign(low=ranked.low, high=ranked.high, share_first=ranked.first)
-    table = table.assign(mean_score=means.mean(0), minus_baseline=np.nan)
+    columns = dict(zip(("mean_rank", "low", "high", "share_first"), ranked, strict=True))
+    table = pd.DataFrame({"method": methods, **columns, "mean_score": means.mean(0)})
+    place = methods.index(baseline) if baseline in methods else None
+    theirs = np.nan if place is None else means[:, [place]]
+    table["minus_baseline"] = (means - theirs).mean(0)
     table["minus_best"] = (means - means.max(1, keepdims=True)).mean(0)
-    table["p_wilcoxon_holm"] = np.nan
-    if baseline in methods:
-        place = methods.index(baseline)
-        table["minus_baseline"] = (means - means[:, [place]]).mean(0)
-        table["p_wilcoxon_holm"] = compare_with(means, place)
+    table["p_wilcoxon_holm"] = np.nan if place is None else compare_with(means, place)
     return tables.list_records(table.sort_values("mean_rank", kind="stable"))
 
 
@@ -271,14 +258,14 @@ def format_ranks(
     alone = sum(len(each) == 1 for each in scores.of_seeds)
     drawn = "settings and seeds"
     drawn += f" (in {alone} of them each method has one score, its mean)" if alone else ""
-    lines = [f"# {title}: mean ranks", ""]
-    lines.append(
+    lines = [
+        f"# {title}: mean ranks\n",
         f"Over {over} ({', '.join(scores.settings)}), of {count} methods; brackets:"
         f" {INTERVAL:.0%} of a bootstrap over {drawn}. First: in so many of its"
         f" resamples. Against {baseline}: mean difference in points"
         + (", and Wilcoxon's chance after Holm's correction." if several else ".")
-        + " Against the best: of these methods, in each setting."
-    )
+        + " Against the best: of these methods, in each setting.",
+    ]
     if (chance := friedman(scores.means)) is not None:
         lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
     if several:

@@ -15,14 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedjax_cfl.analysis.runs import (
-    DATA,
-    IDENTITY,
-    MADE_OF,
-    find_runs,
-    list_settings,
-    read_run,
-)
+from fedjax_cfl.analysis.runs import DATA, IDENTITY, MADE_OF, find_runs, list_settings, read_run
 from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
@@ -52,7 +45,7 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     runs share that are compared seed by seed: the seed and the data.
     """
     runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
-    runs[[*IDENTITY]] = runs[[*IDENTITY]].map(_name)
+    runs[[*IDENTITY]] = runs[[*IDENTITY]].fillna("").astype(str)
     runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
     runs["pair"] = [
         f"{seed} {data}" if pd.notna(seed) else None
@@ -71,8 +64,7 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
             label = " ".join([*(run[name] for name in varying), *settings])
             method = " ".join([*(run[name] for name in varying if name not in DATA), *settings])
             labels[place] = {"overrides": extra, "label": label, "method": method}
-    named = pd.DataFrame([labels[place] for place in runs.index], runs.index)
-    runs = runs.assign(**{str(name): named[name] for name in named})
+    runs[["overrides", "label", "method"]] = pd.DataFrame.from_dict(labels, orient="index")
     order = runs.groupby([*IDENTITY, "overrides"], sort=False).ngroup()
     return runs.loc[order.sort_values(kind="stable").index].reset_index(drop=True)
 
@@ -82,10 +74,6 @@ def list_defaults(run: dict[Any, Any], swept: list[str]) -> dict[str, str]:
     names = [name for name in swept if name not in run["overrides"] and MADE_OF not in name]
     settings = list_settings(run["run_dir"]) if names and "run_dir" in run else {}
     return {name: f"{settings[name]} (default)" for name in names if name in settings}
-
-
-def _name(value: Any) -> str:
-    return str(value) if pd.notna(value) else ""
 
 
 def list_swept(overrides: Iterable[dict[str, str]]) -> list[str]:

@@ -74,13 +74,13 @@ def find_chance(differences: ArrayLike) -> float:
     # in units of the largest, so that what rounding leaves of a sum of 0 is below SciPy's tolerance
     values = np.round(values / np.abs(values).max(), DIGITS)
     test = stats.permutation_test(
-        (values,), _round_sum, permutation_type="samples", n_resamples=count, rng=0
+        (values,),
+        lambda drawn, axis: np.round(drawn.sum(axis), DIGITS - 2),
+        permutation_type="samples",
+        n_resamples=count,
+        rng=0,
     )
     return float(test.pvalue)
-
-
-def _round_sum(values: np.ndarray, axis: int) -> np.ndarray:
-    return np.round(values.sum(axis), DIGITS - 2)
 
 
 def correct_holm(chances: ArrayLike) -> np.ndarray:
@@ -106,15 +106,12 @@ def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
     """Returns the pairs of sets of runs (see `sets`) on the same data, partition and model: all of
     them, the better first, or each with the best where there are many on the same data.
     """
-
-    def rank(members: pd.DataFrame) -> float:
-        score = score_of_set(members)
-        final = members[f"final_{score.name}"].mean()
-        return math.inf if math.isnan(final) else (-final if score.higher else final)
-
     pairs = []
     for same in split_data(runs).values():
-        ranked = sorted((members for _, members in split_sets(same)), key=rank)
+        score, members = score_of_set(same), dict(split_sets(same))
+        means = same.groupby("label", sort=False)[f"final_{score.name}"].mean()
+        means = means.sort_values(ascending=not score.higher, kind="stable")  # NaN is last
+        ranked = [members[label] for label in means.index]
         few = len(ranked) <= MAX_PAIRED_SETS
         pairs += itertools.combinations(ranked, 2) if few else [(ranked[0], o) for o in ranked[1:]]
     return pairs
@@ -124,14 +121,12 @@ def list_gaps(one: pd.DataFrame, other: pd.DataFrame, measure: str) -> np.ndarra
     """Returns by how much each run of a set has more of a measure than the run of another set that
     has the same seed and data [n], where both have it.
     """
-    sides = [
-        members.dropna(subset=["pair", measure])
-        .drop_duplicates("pair", keep="last")
-        .set_index("pair")
+    ours, theirs = (
+        members[["pair", measure]].dropna().drop_duplicates("pair", keep="last")
         for members in (one, other)
-    ]
-    both = pd.concat([members[measure] for members in sides], axis=1, join="inner")
-    return subtract(*both.to_numpy().T)
+    )
+    both = ours.merge(theirs, on="pair")
+    return subtract(both[f"{measure}_x"], both[f"{measure}_y"])
 
 
 def list_differences(runs: pd.DataFrame, measures: Sequence[str] = PAIRED) -> pd.DataFrame:
@@ -148,10 +143,10 @@ def list_differences(runs: pd.DataFrame, measures: Sequence[str] = PAIRED) -> pd
             better = gaps if owner is None or owner.higher else -gaps
             mean, low, high, seeds = bootstrap_mean(gaps)
             sd = gaps.std(ddof=1) if seeds > 1 else math.nan
-            row = {"set": one["label"].iloc[0], "minus": other["label"].iloc[0], "measure": measure}
-            row |= {"seeds": seeds, "mean": mean, "sd": sd, "low": low, "high": high}
-            row |= {"ahead": int((better > 0).sum()), "behind": int((better < 0).sum())}
-            rows.append(row | {"p": find_chance(gaps)})
+            sets = one["label"].iloc[0], other["label"].iloc[0]
+            counts = int((better > 0).sum()), int((better < 0).sum())
+            found = seeds, mean, sd, low, high, *counts, find_chance(gaps)
+            rows.append((*sets, measure, *found))
     names = "set minus measure seeds mean sd low high ahead behind p".split()
     table = pd.DataFrame(rows, columns=names)
     return table.assign(p_holm=table.groupby("measure")["p"].transform(correct_holm))

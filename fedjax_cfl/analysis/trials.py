@@ -1,15 +1,16 @@
-"""The trials of `fedjax-cfl tune`, and what it has chosen, read from the folder that it wrote."""
+"""The trials of `fedjax-cfl tune`, read from the folder that it wrote, and the choice of one."""
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
 from fedjax_cfl.analysis.runs import read_run
+from fedjax_cfl.analysis.tables import list_records
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import INDEX_FILE, read_json
+from fedjax_cfl.runs.results import INDEX_FILE
 from fedjax_cfl.scores import ACCURACY, Score, score_of
 
 CHOSEN_FILE, TRIALS, LAST_RUNS = "chosen.json", "validation", "test"
@@ -35,24 +36,12 @@ class Trial(NamedTuple):
         return found if np.isfinite(found) else worst
 
 
-def read_chosen(folder: Path) -> dict[str, Any] | None:
-    """Returns what `tune` has written about its choice, None where it has not finished."""
-    path = folder / CHOSEN_FILE
-    if not path.is_file():
-        return None
-    chosen = read_json(path)
-    if not isinstance(chosen.get("given"), list) or not isinstance(chosen.get("seeds"), list):
-        raise InputError(f"{path}: has no given or seeds, expected what tune writes")
-    return chosen
-
-
 def list_runs(folder: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     """Yields the run directories of a sweep, also of sweeps of grids, each with the settings
     that vary.
     """
-    with (folder / INDEX_FILE).open(newline="") as text:
-        index = list(csv.DictReader(text))
-    for row in index:
+    index = pd.read_csv(folder / INDEX_FILE, dtype=str, keep_default_na=False)
+    for row in list_records(index):
         path = folder / row.pop("run")
         inner = list_runs(path) if (path / INDEX_FILE).is_file() else [(path, {})]
         for run_dir, settings in inner:
