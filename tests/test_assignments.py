@@ -8,7 +8,7 @@ import pytest
 from conftest import call
 
 import fedjax_cfl as cfl
-from fedjax_cfl.analysis import flows, plot_found, plot_groups
+from fedjax_cfl.analysis import flows, plot_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
@@ -216,14 +216,14 @@ def test_what_a_method_has_not_is_not_drawn():
     alone = found._replace(groups=np.zeros_like(found.groups))
     assert plot_groups.draw_alluvial(alone, rows, None, "") is None
     table = {"group": np.zeros(4, int), "concept": np.array([0, 0, 1, 1]), "client": np.arange(4)}
-    assert plot_found.draw_final_groups(table, "") is None
+    assert plot_groups.draw_final_groups(table, "") is None
     split = table | {"group": np.array([0, 0, 1, 1]), "concept": np.full(4, -1)}
-    assert plot_found.draw_final_groups(split, "") is None, "neither truth nor labels are known"
+    assert plot_groups.draw_final_groups(split, "") is None, "neither truth nor labels are known"
 
 
 def test_the_heat_map_counts_pairs_in_the_order_of_the_truth():
     group, truth = np.array([4, 4, 4, 2, 2, 7, -1]), np.array([0, 0, 1, 1, 1, 5, 0])
-    figure = plot_found.draw_final_groups({"group": group, "concept": truth}, "")
+    figure = plot_groups.draw_final_groups({"group": group, "concept": truth}, "")
     words = {
         text.get_position(): text.get_text() for text in figure.axes[0].texts if text.get_text()
     }
@@ -232,6 +232,6 @@ def test_the_heat_map_counts_pairs_in_the_order_of_the_truth():
 
 
 def test_likeness_of_labels():
-    alike = plot_found.measure_similarity(np.array([[2, 2], [8, 8], [4, 0], [0, 4]]))
+    alike = plot_groups.measure_similarity(np.array([[2, 2], [8, 8], [4, 0], [0, 4]]))
     np.testing.assert_allclose(alike[0], [1, 1, 0.5, 0.5])
     assert alike[2, 3] == 0 and np.array_equal(alike, alike.T)

@@ -68,7 +68,9 @@ def compare(
             f"--out {out}: cannot be written ({error.strerror}), expected a folder, which is made"
             " if need be"
         ) from None
-    print(f"wrote {plot.format_written(written, before)} in {out}")
+    replaced = ", ".join(name for name in written if name in before)
+    said = f" (replaced: {replaced})" if replaced else ""
+    print(f"wrote {', '.join(written)}{said} in {out}")
     return measured
 
 
@@ -83,12 +85,12 @@ def compare_runs(
     another, None: not asked for.
 
     Args: `paths` are run directories and folders of them; `target` is an accuracy as a fraction,
-    or an RMSE;
-    `baseline` names the set that the others are compared with, by its label or algorithm, in two
-    measures: the gain is that in final accuracy (mean over clients, last 5 % of the tests), the
-    speed-up is the baseline's time to keep its own final accuracy, divided by the set's time to do
-    so, in simulated seconds or, without a clock, in rounds; `pivot`, of two settings, asks for
-    a table of one by the other, of a `measure`, as pivot.csv, .md and .tex, see `pivot.make_pivot`.
+    or an RMSE; `baseline` names the set that the others are compared with, by its label or
+    algorithm, in two measures: the gain is that in final accuracy (mean over clients, last 5 % of
+    the tests), the speed-up is the baseline's time to keep its own final accuracy, divided by the
+    set's time to do so, in simulated seconds or, without a clock, in rounds; `pivot`, of two
+    settings, asks for a table of one by the other, of a `measure`, as pivot.csv, .md and .tex, see
+    `pivot.make_pivot`.
     """
     if target is not None and not target > 0:
         raise InputError(f"target must be a score above 0, as 0.8 of accuracy, not {target}")
@@ -181,8 +183,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--decimals", type=int, metavar="N", help="of the numbers of the --pivot (default: 2 of %%)"
     )
-    options = parse_arguments(parser, argv)
-    pivot = tuple(options.pivot) if options.pivot else None
-    asked = options.target, options.baseline, pivot, options.measure
-    compare(options.runs, options.out, *asked, options.transpose, options.decimals)
+    options = vars(parse_arguments(parser, argv))
+    compare(options.pop("runs"), **options)
     return 0

@@ -36,7 +36,12 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "fina
     names = {*rows.split("+"), *columns.split("+")}
     settings = {label: _read_settings(members, names) for label, members in sets.split_sets(runs)}
     for axis, each in (("rows", rows), ("columns", columns)):
-        check_names([*settings.values()], each, axis)
+        for name in each.split("+"):
+            if not any(name in of_set for of_set in settings.values()):
+                raise InputError(
+                    f"--pivot: no setting {name}, of the {axis}, in any run; {', '.join(NAMED)},"
+                    " or one of .hydra/config.yaml, as algorithm.m"
+                )
     places = {
         label: (_name_place(values, rows), _name_place(values, columns))
         for label, values in settings.items()
@@ -61,19 +66,17 @@ def fill_cells(
     """
     members, cells = dict(sets.split_sets(runs)), []
     for cell in sets.list_measures(runs).to_dict("records"):
-        label = cell["label"]
-        suffix = f"_{sets.score_of_set(members[label]).name}" if measure in OF_TASK else ""
-        field = f"{measure}{suffix}"
-        row, column = places[label]
-        numbers = {"mean": cell[f"{field}_mean"], "sd": cell[f"{field}_sd"]}
-        counts = {"values": cell[f"{field}_n"], "runs": cell["runs"]}
-        cells.append({"row": row, "column": column, "measure": field, **numbers, **counts})
-    table, labels, ranks = pd.DataFrame(cells).assign(rank=PLAIN), [*members], []
+        score = sets.score_of_set(members[cell["label"]]).name
+        field = f"{measure}_{score}" if measure in OF_TASK else measure
+        found = (cell[f"{field}_{part}"] for part in ("mean", "sd", "n"))
+        cells.append((*places[cell["label"]], field, *found, cell["runs"]))
+    names = ["row", "column", "measure", "mean", "sd", "values", "runs"]
+    table, labels = pd.DataFrame(cells, columns=names).assign(rank=PLAIN), [*members]
     for _, same in table.groupby("column"):
-        one = same["measure"].nunique() == 1
-        inside = {place: members[labels[place]] for place in same.index}
-        ranks.append(rank_cells(inside, same["measure"].iloc[0]) if one else same["rank"])
-    return table.assign(rank=pd.concat(ranks))
+        if same["measure"].nunique() == 1:
+            inside = {place: members[labels[place]] for place in same.index}
+            table.loc[same.index, "rank"] = rank_cells(inside, same["measure"].iloc[0])
+    return table
 
 
 def check_measure(runs: pd.DataFrame, measure: str) -> None:
@@ -91,16 +94,6 @@ def _read_settings(members: pd.DataFrame, names: set[str]) -> dict[str, Any]:
     run = members.iloc[0]
     named = {name: value if pd.notna(value := run.get(name)) else None for name in NAMED}
     return named if names <= {*named} else {**list_settings(run["run_dir"]), **named}
-
-
-def check_names(settings: list[dict[str, Any]], names: str, axis: str) -> None:
-    """Raises InputError for one of the settings `names` that no run has."""
-    for name in names.split("+"):
-        if not any(name in of_set for of_set in settings):
-            raise InputError(
-                f"--pivot: no setting {name}, of the {axis}, in any run; {', '.join(NAMED)},"
-                " or one of .hydra/config.yaml, as algorithm.m"
-            )
 
 
 def _name_place(settings: dict[str, Any], names: str) -> str:
@@ -168,10 +161,7 @@ def lay_out(
         more = {n: f", {tables.MEASURES[shown[n][0]].heading}" if each else "" for n in shown.index}
         setattr(grid, names, [escape(f"{n}{more[n]}") for n in getattr(grid, names)])
     grid = grid.T if transpose else grid
-    return [
-        ["", *grid.columns],
-        *([row, *line] for row, line in zip(grid.index, grid.to_numpy(), strict=True)),
-    ]
+    return [["", *grid.columns], *map(list, grid.itertuples(name=None))]
 
 
 def describe(pivot: pd.DataFrame, transpose: bool = False) -> str:
@@ -212,17 +202,16 @@ def write_pivot(
 
 def format_latex(grid: list[list[str]], caption: str, measure: str) -> str:
     """Returns lines that are escaped already as a table of LaTeX with the package booktabs."""
-    head, *lines = (" & ".join(line) + r" \\" for line in grid)
-    words = escape_latex(caption).replace("±", r"$\pm$").replace("<", "$<$")
-    return "\n".join(
-        [
-            "% needs \\usepackage{booktabs}",
-            r"\begin{table}[t]",
-            r"\centering",
-            rf"\caption{{{words}}}",
-            rf"\label{{tab:{measure.replace('_', '-')}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(grid[0]) - 1)}}}",
-            *(r"\toprule", head, r"\midrule", *lines, r"\bottomrule"),
-            *(r"\end{tabular}", r"\end{table}", ""),
-        ]
+    table = (
+        pd.DataFrame(grid[1:], columns=pd.Index(grid[0]))
+        .style.hide(axis="index")
+        .to_latex(
+            hrules=True,
+            position="t",
+            position_float="centering",
+            caption=escape_latex(caption).replace("±", r"$\pm$").replace("<", "$<$"),
+            label=f"tab:{measure.replace('_', '-')}",
+            column_format="l" + "r" * (len(grid[0]) - 1),
+        )
     )
+    return f"% needs \\usepackage{{booktabs}}\n{table}"

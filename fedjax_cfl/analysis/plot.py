@@ -2,7 +2,7 @@
 
 import math
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +61,6 @@ def save_pictures(figure: Figure, stem: Path) -> list[Path]:
     return paths
 
 
-def format_written(names: Sequence[str], before: Collection[str]) -> str:
-    """Returns the names of files in words, with those that were there `before` and are replaced."""
-    replaced = [name for name in names if name in before]
-    said = f" (replaced: {', '.join(replaced)})" if replaced else ""
-    return ", ".join(names) + said
-
-
 def add_legend(
     figure: Figure, handles: Sequence[Any], labels: Sequence[str], columns: int = 4
 ) -> None:
@@ -90,11 +83,8 @@ def make_palette(count: int) -> list[Any]:
     2008), or an even ramp beyond eight.
     """
     named = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4D4D4D", "#F0E442"]
-    return (
-        named[:count]
-        if count <= len(named)
-        else list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
-    )
+    ramp = matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count))
+    return named[:count] if count <= len(named) else list(ramp)
 
 
 def line_styles(count: int) -> list[tuple[Any, str]]:
@@ -125,17 +115,13 @@ def label_ends(axes: Axes, lines: Sequence[Line2D]) -> None:
     heights -= max(0.0, heights.max(initial=0.0) - 1.05)
     heights += max(0.0, -heights.min(initial=0.0))
     for number, (_, end, line) in enumerate(ends):
-        text, thin = escape_plot_lines(str(line.get_label())), {"arrowstyle": "-", "lw": 0.5}
-        look = {"color": line.get_color(), "va": "center", "fontsize": 9.5}
+        text, colour = escape_plot_lines(str(line.get_label())), line.get_color()
+        at = {"xytext": (6, 0), "textcoords": "offset points"}
         if number < len(heights):
-            look["arrowprops"] = thin | {
-                "color": line.get_color(),
-                "relpos": (0, 0.5),
-                "shrinkA": 0,
-            }
+            thin = {"arrowstyle": "-", "lw": 0.5, "color": colour, "relpos": (0, 0.5), "shrinkA": 0}
             at = {"xytext": (1.03, heights[number]), "textcoords": "axes fraction"}
-        else:
-            at = {"xytext": (6, 0), "textcoords": "offset points"}
+            at["arrowprops"] = thin
+        look = {"color": colour, "va": "center", "fontsize": 9.5}
         axes.annotate(text, end, annotation_clip=False, **at, **look)
 
 
@@ -227,20 +213,22 @@ def _group_lines(
 
 
 def _plot_groups(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    score = score_of(rows)
-    _lines(axes, rows, {score.name: "all clients"})
-    _group_lines(axes, rows, results.series(rows, f"group_{score.name}"), colours, "group")
-    limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words} of each group", "round", score.axis)
+    _lines(axes, rows, {score_of(rows).name: "all clients"})
+    _plot_each(axes, rows, colours, "group", "group")
 
 
 def _plot_concepts(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     """Draws the score of the clients of each true group, whatever group they are in."""
+    _plot_each(axes, rows, make_palette(len(colours)), "concept", "true group")
+
+
+def _plot_each(
+    axes: Axes, rows: list[dict[str, Any]], colours: list[Any], part: str, name: str
+) -> None:
     score = score_of(rows)
-    values = results.series(rows, f"concept_{score.name}")
-    _group_lines(axes, rows, values, make_palette(len(colours)), "true group")
+    _group_lines(axes, rows, results.series(rows, f"{part}_{score.name}"), colours, name)
     limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words} of each true group", "round", score.axis)
+    style_axes(axes, f"Test {score.words} of each {name}", "round", score.axis)
 
 
 def _plot_agreement(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
@@ -272,10 +260,7 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]
 
 
 def _plot_sizes(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    sizes, rounds = (
-        results.series(rows, "group_sizes"),
-        np.array([row["round"] for row in rows], float),
-    )
+    sizes, rounds = results.series(rows, "group_sizes"), results.series(rows, "round")
     if len(rows) == 1:  # an area needs a width
         sizes, rounds = np.repeat(sizes, 2, axis=0), np.array([rounds[0] - 1, rounds[0]])
     count, top = sizes.shape[1], max(np.nansum(sizes, axis=1).max(), 1)
@@ -329,26 +314,23 @@ def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | Non
     most of its clients are in at the end, each once; where true groups are unknown its own.
     """
     fields = ("group_sizes", f"group_{score_of(rows).name}", f"concept_{score_of(rows).name}")
-    count = max(
-        [1, *(each.shape[1] for each in (results.series(rows, f) for f in fields) if each.ndim > 1)]
-    )
-    shared = np.zeros((count, count))
-    if table is not None and (both := (table["group"] >= 0) & (table["concept"] >= 0)).any():
-        count = max(count, table["group"].max() + 1, table["concept"].max() + 1)
-        shared = np.zeros((count, count))
-        np.add.at(shared, (table["group"][both], table["concept"][both]), 1)
-    colours, palette, numbers = [None] * count, make_palette(count), [*range(count)]
-    while shared.max() > 0:
-        group, concept = map(int, np.unravel_index(shared.argmax(), shared.shape))
-        colours[group] = palette[concept]
-        numbers.remove(concept)
-        shared[group], shared[:, concept] = -1, -1
+    shapes = [results.series(rows, field).shape for field in fields]
+    count, given = max([1, *(shape[1] for shape in shapes if len(shape) > 1)]), dict[int, int]()
+    if table is not None:
+        known = np.stack([table["group"], table["concept"]], axis=1)
+        known = known[(known >= 0).all(1)]
+        count = max(count, int(known.max(initial=0)) + 1)
+        pairs, shared = np.unique(known, axis=0, return_counts=True)
+        for group, concept in pairs[np.argsort(-shared, kind="stable")].tolist():
+            if group not in given and concept not in given.values():
+                given[group] = concept
     # others keep their own where no other has it
-    for group in [group for group in range(count) if colours[group] is None]:
-        number = group if group in numbers else numbers[0]
-        colours[group] = palette[number]
-        numbers.remove(number)
-    return colours
+    free = [number for number in range(count) if number not in given.values()]
+    for group in [group for group in range(count) if group not in given]:
+        given[group] = group if group in free else free[0]
+        free.remove(given[group])
+    palette = make_palette(count)
+    return [palette[given[group]] for group in range(count)]
 
 
 def _is_known(rows: list[dict[str, Any]], name: str) -> bool:
@@ -366,7 +348,6 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
     rows, summary = results.read_metrics(run_dir), summary or results.read_summary(run_dir) or {}
     name = title(summary) or Path(run_dir).resolve().name
-    table = (
-        results.read_clients(run_dir) if (Path(run_dir) / results.CLIENTS_FILE).is_file() else None
-    )
+    there = (Path(run_dir) / results.CLIENTS_FILE).is_file()
+    table = results.read_clients(run_dir) if there else None
     save_figure(draw_curves(rows, name, table), Path(run_dir) / "curves.png")

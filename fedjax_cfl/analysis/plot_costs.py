@@ -94,14 +94,11 @@ def choose_communication(runs: pd.DataFrame) -> Cost:
     """Returns communication in bytes where every run counts them, else in units (models)."""
     fields = "bytes_down", "bytes_up"
     most = [last_cost(rows, Cost(fields, 1, "")) for rows in runs["rows"] if rows]
-    scale, unit = 1.0, "models"
     if np.isnan(most).any():
-        fields = "units_down", "units_up"
-    else:
-        units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
-        scale = next((least for least in units if max(most, default=0) >= least), 1.0)
-        unit = units[scale]
-    return Cost(fields, scale, f"communication, down + up ({unit})")
+        return Cost(("units_down", "units_up"), 1.0, "communication, down + up (models)")
+    units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
+    scale = next((least for least in units if max(most, default=0) >= least), 1.0)
+    return Cost(fields, scale, f"communication, down + up ({units[scale]})")
 
 
 def has_own_shape(runs: pd.DataFrame, cost: Cost) -> bool:

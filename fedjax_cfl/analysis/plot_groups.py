@@ -1,4 +1,6 @@
-"""Who moved where: an alluvial plot of groups over the rounds of a run."""
+"""Groups of a run: who moved where over its rounds, as an alluvial plot; and at its end found
+against true groups, and how alike the clients of a group are.
+"""
 
 from typing import Any, NamedTuple
 
@@ -9,12 +11,14 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
+from scipy.optimize import linear_sum_assignment
 
 from fedjax_cfl.analysis import flows, plot
 from fedjax_cfl.runs.assignments import Assignments
 from fedjax_cfl.runs.results import series
 from fedjax_cfl.scores import score_of
 
+SHOWN_CLIENTS = 300  # of a matrix of similarities
 SNAPSHOTS = 16  # columns of an alluvial plot that can be told apart
 UNKNOWN, LOST = "0.88", "0.5"
 GAP, BAR = 0.025, 0.1  # between groups, of the height of all clients; a column's share of its room
@@ -70,8 +74,8 @@ def draw_alluvial(
     above.set_yticks([])
     [above, *panels][-1].set_xlabel("round", fontsize=11)
     above.set_xticks(found.rounds[chosen[:: 1 + (len(str(last)) > 3)]])
-    handles, names = _legend(classes, colours, rows, bool((found.groups < 0).any()))
-    plot.add_legend(figure, handles, names, 5)
+    handles = _legend(classes, colours, rows, bool((found.groups < 0).any()))
+    plot.add_legend(figure, [*handles.values()], [*handles], 5)
     return figure
 
 
@@ -83,13 +87,11 @@ def _place_nodes(groups: np.ndarray) -> dict[int, Node]:
     """Returns where the groups of a snapshot lie: by number from the top, clients without a
     group at the bottom.
     """
-    present, counts = np.unique(groups, return_counts=True)
+    counts = dict(zip(*np.unique(groups, return_counts=True), strict=True))
     nodes, top = {}, 1.0
-    for group, count in sorted(
-        zip(present.tolist(), counts.tolist(), strict=True), key=lambda pair: (pair[0] < 0, pair)
-    ):
-        height = count / groups.size
-        nodes[group] = Node(top - height, height)
+    for group in sorted(counts, key=lambda group: (group < 0, group)):
+        height = counts[group] / groups.size
+        nodes[int(group)] = Node(top - height, height)
         top -= height + GAP
     return nodes
 
@@ -205,13 +207,12 @@ def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """Draws what is a share of 1: accuracy and ARI, as far as they are known."""
     rounds, lines = [row["round"] for row in rows], []
     for name in _name_scores(rows):
-        values, ari = series(rows, name), name == "ari"
+        values, mark = series(rows, name), "o" if len(rows) <= 20 else ""
+        look: dict[str, Any] = {"color": "black", "label": score_of(rows).words}
+        if name == "ari":
+            look = {"color": "#0072B2", "label": "ARI", "ls": "--"}
         if np.isfinite(values).any():
-            (line,) = axes.plot(rounds, values, "--" if ari else "-")
-            line.set(color="#0072B2" if ari else "black", markersize=3)
-            line.set(marker="o" if len(rows) <= 20 else "")
-            line.set_label("ARI" if ari else score_of(rows).words)
-            lines.append(line)
+            lines += axes.plot(rounds, values, marker=mark, ms=3, **look)
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
     plot.style_axes(axes, "", "", "score")
     plot.label_ends(axes, lines)
@@ -225,18 +226,102 @@ def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
 
 def _legend(
     classes: flows.Classes, colours: list[Any], rows: list[dict[str, Any]], unmet: bool
-) -> tuple[list[Any], list[str]]:
-    handles: list[Any] = [Patch(color=colours[n]) for n in range(len(classes.names))]
-    names = list(classes.names)
-    if unmet:
-        handles.append(Patch(color=UNKNOWN))
-        names.append("no model yet" if (classes.numbers >= 0).all() else "no model yet, or unknown")
-    elif (classes.numbers < 0).any():
-        handles.append(Patch(color=UNKNOWN))
-        names.append("true group unknown")
+) -> dict[str, Any]:
+    handles: dict[str, Any] = {
+        n: Patch(color=c) for n, c in zip(classes.names, colours, strict=False)
+    }
+    unknown = bool((classes.numbers < 0).any())
+    if unmet or unknown:
+        words = f"no model yet{', or unknown' * unknown}" if unmet else "true group unknown"
+        handles[words] = Patch(color=UNKNOWN)
     for name, rounds in list_events(rows).items():
         if rounds.size:
             marker, face, text = MARKS[name]
-            handles.append(Line2D([], [], marker=marker, mfc=face, mec="black", linestyle="none"))
-            names.append(text)
-    return handles, names
+            handles[text] = Line2D([], [], marker=marker, mfc=face, mec="black", linestyle="none")
+    return handles
+
+
+# at the end
+
+
+def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None:
+    """Draws found against true groups, and how alike clients' training labels are, as far as each
+    is known; None where a method has no groups or nothing is known. `table` is clients.parquet.
+    """
+    group, concept, labels = table["group"], table["concept"], table.get("labels")
+    if not flows.has_groups(group[None]):
+        return None
+    known = bool(((concept >= 0) & (group >= 0)).any())
+    if not (panels := known + (labels is not None)):
+        return None
+    axes = plot.new_figure(6.2 * panels, 5.4, title).subplots(1, panels, squeeze=False)[0]
+    if known:
+        _draw_contingency(axes[0], group, concept)
+    if labels is not None:
+        _draw_likeness(axes[-1], group, concept, labels)
+    return axes[0].figure
+
+
+def _draw_contingency(axes: Axes, group: np.ndarray, concept: np.ndarray) -> None:
+    met = group >= 0
+    found, true = np.unique(group[met]), np.unique(concept[met])
+    counts = flows.count_pairs(group, concept, found, true)
+    rows, columns = linear_sum_assignment(-counts)
+    first = pd.Series(columns, rows).reindex(range(found.size), fill_value=true.size)
+    by_truth = first.sort_values(kind="stable").index
+    counts, found = counts[by_truth], found[by_truth]
+    shares = counts / counts.sum(1, keepdims=True).clip(1)
+    image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    amid = {"ha": "center", "va": "center", "fontsize": 9}
+    for row, column in np.argwhere(counts) if counts.size <= 400 else ():
+        colour = "white" if shares[row, column] > 0.6 else "black"
+        axes.text(column, row, f"{counts[row, column]:,}", color=colour, **amid)
+    names = ["unknown" if value < 0 else str(value) for value in true.tolist()]
+    for axis, ticks in ((axes.xaxis, names), (axes.yaxis, list(map(str, found.tolist())))):
+        step = -(-len(ticks) // 25)
+        axis.set_ticks(range(0, len(ticks), step), ticks[::step])
+    axes.spines[:].set_visible(False)
+    axes.set_title("Found and true groups (clients)", loc="left", fontsize=12, fontweight="bold")
+    axes.set(xlabel="true group", ylabel="found group")
+    axes.figure.colorbar(image, ax=axes, shrink=0.8, label="share of the found group")
+
+
+def measure_similarity(labels: np.ndarray) -> np.ndarray:
+    """Returns 1 - the total variation distance of clients' label shares, from counts [S, C]:
+    1 for equal shares, 0 where no label is common, [S, S].
+    """
+    shares = labels / labels.sum(1, keepdims=True).clip(1)
+    return np.stack([1 - np.abs(shares - own).sum(1) / 2 for own in shares])
+
+
+def _draw_likeness(axes: Axes, group: np.ndarray, concept: np.ndarray, labels: np.ndarray) -> None:
+    """Draws how alike the training labels [K, C] of clients with a group are; of many, some are
+    drawn.
+    """
+    met = np.flatnonzero((group >= 0) & (labels.sum(1) > 0))
+    if met.size > SHOWN_CLIENTS:
+        met = np.sort(np.random.default_rng(0).choice(met, SHOWN_CLIENTS, replace=False))
+    met = met[np.lexsort((labels[met].argmax(1), concept[met], group[met]))]
+    alike, own = measure_similarity(labels[met]), group[met]
+    image = axes.imshow(alike, cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    edges = np.flatnonzero(np.diff(own)) + 0.5
+    for edge in edges:
+        axes.axhline(edge, color="white", linewidth=1)
+        axes.axvline(edge, color="white", linewidth=1)
+    bounds = np.concatenate([[-0.5], edges, [len(met) - 0.5]])
+    names = [str(value) for value in np.unique(own).tolist()]
+    middles, shown = (bounds[1:] + bounds[:-1]) / 2, [0]
+    for place, middle in enumerate(middles):  # of small groups beside each other one is named
+        if middle - middles[shown[-1]] > len(met) / 25:
+            shown.append(place)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(middles[shown], [names[place] for place in shown])
+    same = own[:, None] == own
+    inside, outside = alike[same & ~np.eye(len(met), dtype=bool)], alike[~same]
+    means = [f"{part.mean():.2f}" if part.size else "-" for part in (inside, outside)]
+    heading = f"Likeness of training labels ({len(met):,} of {group.size:,} clients)"
+    heading += f"\nmean within groups {means[0]}, between them {means[1]}"
+    axes.set_title(heading, loc="left", fontsize=11)
+    axes.set(xlabel="clients, by group", ylabel="clients, by group")
+    words = "1 - total variation distance of label shares"
+    axes.figure.colorbar(image, ax=axes, shrink=0.8, label=words)

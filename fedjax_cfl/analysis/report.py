@@ -8,10 +8,8 @@ import base64
 import datetime
 import hashlib
 import io
-import math
 import re
 from collections.abc import Iterable
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +20,8 @@ from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from PIL import Image
 
-from fedjax_cfl.analysis import (
-    compare,
-    flows,
-    pivot,
-    plot,
-    plot_costs,
-    sets,
-    statistics,
-    tables,
-)
-from fedjax_cfl.analysis.plot_found import draw_final_groups
-from fedjax_cfl.analysis.plot_groups import draw_alluvial
+from fedjax_cfl.analysis import compare, flows, pivot, plot, plot_costs, sets, statistics, tables
+from fedjax_cfl.analysis.plot_groups import draw_alluvial, draw_final_groups
 from fedjax_cfl.analysis.runs import DATA, common_folder, list_settings
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
@@ -59,9 +47,7 @@ class ReportData(NamedTuple):
 
 
 def report(
-    paths: Iterable[str | Path],
-    out: str | Path | None = None,
-    pictures: str | Path | None = None,
+    paths: Iterable[str | Path], out: str | Path | None = None, pictures: str | Path | None = None
 ) -> Path:
     """Writes one page about the finished runs at or below `paths` to `out`, None: report.html in
     the folder that they have in common, and the pictures in it as PNG, SVG and PDF files where
@@ -104,8 +90,8 @@ def make_report(paths: Iterable[str | Path]) -> ReportData:
     figures = {"costs": plot_costs.draw_costs(runs)}
     for number, run in enumerate(follow(each, "drawing runs")):
         if pictured[number]:
-            drawn = {name: figure for name, figure in draw_run(run).items() if figure is not None}
-            figures |= {f"{shown[number]['file']}-{name}": each for name, each in drawn.items()}
+            stem = shown[number]["file"]
+            figures |= {f"{stem}-{name}": figure for name, figure in draw_run(run).items()}
     return ReportData(runs, shown, figures)
 
 
@@ -121,12 +107,8 @@ def name_runs(runs: pd.DataFrame) -> list[str]:
 
 def name_files(names: list[str]) -> list[str]:
     """Returns what the pictures of runs of these names begin with: each its own."""
-    short = (
-        pd.Series(names)
-        .str.replace(r"[^A-Za-z0-9_.=+-]+", "-", regex=True)
-        .str.strip("-.")
-        .str[:90]
-    )
+    short = pd.Series(names).str.replace(r"[^A-Za-z0-9_.=+-]+", "-", regex=True)
+    short = short.str.strip("-.").str[:90]
     return list(short.where(~short.duplicated(), short + "-" + short.index.map(str)))
 
 
@@ -201,6 +183,11 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
     """
     table, found = read_run_tables(run)
     settings = list_settings(run["run_dir"])
+    numbers = {
+        measure.heading: tables.format_number(run[name], measure)
+        for name, measure in tables.MEASURES.items()
+        if pd.notna(run.get(name))
+    }
     return {
         "title": hide_path(heading),
         "file": file,
@@ -208,19 +195,9 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
         "folder": escape_text("/".join(run["run_dir"].parts[-2:])),
         "overrides": [hide_path(line) for line in run["asked"]],
         "settings": {escape_text(name): hide_path(value) for name, value in settings.items()},
-        "numbers": format_numbers(run),
-        "clients": None if table is None else list_clients(table, found, most),
+        "numbers": numbers | {"rounds": f"{run['rounds']:,}"},
+        "clients": table and list_clients(table, found, most),
     }
-
-
-def format_numbers(run: dict[str, Any]) -> dict[str, str]:
-    """Returns the headline numbers of a run in words."""
-    words = {
-        measure.heading: tables.format_number(run[name], measure)
-        for name, measure in tables.MEASURES.items()
-        if pd.notna(run.get(name))
-    }
-    return words | {"rounds": f"{run['rounds']:,}"}
 
 
 def list_clients(
@@ -251,17 +228,17 @@ def list_clients(
     }
 
 
-def draw_run(run: dict[str, Any]) -> dict[str, Figure | None]:
-    """Returns the pictures of a run, None where there is nothing to draw."""
+def draw_run(run: dict[str, Any]) -> dict[str, Figure]:
+    """Returns the pictures of a run by their names, without those with nothing to draw."""
     table, found = read_run_tables(run)
-    labels = None if table is None or found is None else table.get("labels")
-    if found is not None and labels is not None:
-        labels = labels[found.clients]
-    return {
-        "curves": plot.draw_curves(run["rows"], "", table),
-        "alluvial": None if found is None else draw_alluvial(found, run["rows"], labels, ""),
-        "groups": None if table is None else draw_final_groups(table, ""),
-    }
+    figures = {"curves": plot.draw_curves(run["rows"], "", table), "alluvial": None, "groups": None}
+    if found is not None:
+        labels = (table or {}).get("labels")
+        labels = None if labels is None else labels[found.clients]
+        figures["alluvial"] = draw_alluvial(found, run["rows"], labels, "")
+    if table is not None:
+        figures["groups"] = draw_final_groups(table, "")
+    return {name: figure for name, figure in figures.items() if figure is not None}
 
 
 def to_png(figure: Figure) -> bytes:
@@ -270,9 +247,8 @@ def to_png(figure: Figure) -> bytes:
     figure.savefig(held, dpi=DPI, format="png")
     picture = Image.open(held).convert("RGB")
     # also colours of few pixels, which a colour bar has; kmeans brings those of many back
-    picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=1).save(
-        small, "PNG", optimize=True
-    )
+    picture = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=1)
+    picture.save(small, "PNG", optimize=True)
     return small.getvalue()
 
 
@@ -283,19 +259,18 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
     """Returns the page. What comes from files is escaped, and the page's own script is the
     only one that its policy lets run.
     """
-    room, runs = resources.files("fedjax_cfl.analysis"), found.runs
-    script = (room / "report.js").read_text(encoding="utf-8")
-    page = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
-        (room / "report.html").read_text(encoding="utf-8")
-    )
+    loader, runs = jinja2.PackageLoader("fedjax_cfl", "analysis"), found.runs
+    room = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    script, style = (loader.get_source(room, name)[0] for name in ("report.js", "report.css"))
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    values = {name: {*runs[name]} - {""} for name in DATA}
     matrix, grid = make_matrix(runs), None
     if matrix is not None:  # numbers of ours, and names that are escaped
         lines = pivot.lay_out(matrix, lambda text: str(escape(text)), "<b>{}</b>")
         grid = [[Markup(text) for text in line] for line in lines]
-    return page.render(
+    return room.get_template("report.html").render(
         script=Markup(script),
-        style=Markup((room / "report.css").read_text(encoding="utf-8")),
+        style=Markup(style),
         allowed=f"sha256-{allowed}",
         facts=list_facts(runs),
         command=hide_path(join_overrides([each for each in runs.get("asked", []) if each == each])),
@@ -307,7 +282,8 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         sets=[(hide_path(label), len(members)) for label, members in sets.split_sets(runs)],
         chosen=bool(runs["chosen_round"].notna().any()),
         paired=[tables.MEASURES[name].heading for name in sets.keep_known(statistics.PAIRED, runs)],
-        shared=name_shared(runs),
+        # what all runs have in common of their data
+        shared={name: hide_path(*found) for name, found in values.items() if len(found) == 1},
         differences=_list_differences(runs),
         alpha=statistics.ALPHA,
         runs=found.described,
@@ -329,23 +305,16 @@ def make_matrix(runs: pd.DataFrame) -> pd.DataFrame | None:
 
 def list_facts(runs: pd.DataFrame) -> dict[str, str]:
     """Returns with what and when runs ran and how to repeat them, as far as they say it."""
-    runs = runs.reindex(columns=[*dict.fromkeys([*runs, "versions", "devices"])])
-    versions = [each for each in runs["versions"] if isinstance(each, dict)]
+    versions = [each for each in runs.get("versions", []) if isinstance(each, dict)]
     names = {"fedjax-cfl": "fedjax-cfl", "jax": "JAX", "python": "Python"}
-    days = [
-        datetime.date.fromtimestamp((Path(run_dir) / SUMMARY_FILE).stat().st_mtime).isoformat()
-        for run_dir in runs.get("run_dir", [])
-        if (Path(run_dir) / SUMMARY_FILE).is_file()
-    ]
-    facts = {
-        **{
-            words: ", ".join(dict.fromkeys(str(each[name]) for each in versions if name in each))
-            for name, words in names.items()
-        },
-        "hardware": ", ".join(dict.fromkeys(runs["devices"].dropna().map(str))),
-        "runs of": " to ".join(dict.fromkeys([min(days), max(days)])) if days else "",
-        "page of": datetime.date.today().isoformat(),
-    }
+    found = {words: [each.get(name) for each in versions] for name, words in names.items()}
+    found["hardware"] = list(runs.get("devices", []))
+    files = [Path(run_dir) / SUMMARY_FILE for run_dir in runs.get("run_dir", [])]
+    times = [file.stat().st_mtime for file in files if file.is_file()]
+    days = [datetime.date.fromtimestamp(time).isoformat() for time in times]
+    facts = {n: ", ".join(pd.Series(each).dropna().map(str).unique()) for n, each in found.items()}
+    facts["runs of"] = " to ".join(dict.fromkeys([min(days), max(days)])) if days else ""
+    facts["page of"] = datetime.date.today().isoformat()
     return {name: escape_text(value) for name, value in facts.items() if value}
 
 
@@ -362,31 +331,24 @@ def join_overrides(asked: list[list[str]]) -> str:
     return " ".join(["fedjax-cfl", *(["-m"] if product > 1 else []), *settings])
 
 
-def name_shared(runs: pd.DataFrame) -> dict[str, str]:
-    """Returns what all runs have in common of their data: name and value."""
-    values = {name: {*runs[name]} - {""} for name in DATA}
-    return {name: hide_path(*found) for name, found in values.items() if len(found) == 1}
-
-
 def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a line per pair of sets of runs."""
     lines, names = [], sets.keep_known(statistics.PAIRED, runs)
     pairs = statistics.list_differences(runs).groupby(["set", "minus"], sort=False)
     for (one, other), members in pairs:
-        rows = {row["measure"]: row for row in tables.list_records(members)}
+        rows = {row["measure"]: row for row in members.to_dict("records")}
         cells = [format_difference(rows.get(name), name) for name in names]
         seeds = members["seeds"].max()
         lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
     return lines
 
 
-def format_difference(row: dict[str, Any] | None, name: str) -> dict[str, Any]:
+def format_difference(row: dict[Any, Any] | None, name: str) -> dict[str, Any]:
     """Returns the texts of a difference, a row of `list_differences`, the mean first, and whether
     the exact test says that it is one.
     """
     if row is None:
         return {"texts": ["-"], "differs": False}
-    row = {field: math.nan if value is None else value for field, value in row.items()}
     measure, seeds = tables.MEASURES[name], row["seeds"]
     texts = [tables.format_mean((row["mean"], row["sd"], seeds), seeds, measure, sign="+")]
     if seeds > 1:
