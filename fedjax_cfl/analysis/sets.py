@@ -45,7 +45,7 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     runs share that are compared seed by seed: the seed and the data.
     """
     runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
-    runs[[*IDENTITY]] = runs[[*IDENTITY]].fillna("").astype(str)
+    runs[[*IDENTITY]] = runs[[*IDENTITY]].astype(object).fillna("").astype(str)
     runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
     runs["pair"] = [
         f"{seed} {data}" if pd.notna(seed) else None
