@@ -218,6 +218,7 @@ def run(
     if not isinstance(algorithm, Algorithm):
         data = deal(source, numbers[0] if numbers else find_seed(key))
         algorithm, task, names = make_parts(algorithm, data, *parts, mesh)
+    assert data is not None  # see `check_form`
     setup = Setup(algorithm, task, data, drift or no_drift(), mesh, scaling)
     more = {**names, **(settings or {})}, verbose, callbacks
     folder = None if run_dir is None else Path(run_dir).expanduser().absolute()
