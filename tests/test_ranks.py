@@ -60,6 +60,14 @@ def test_tests_are_those_of_scipy():
     assert np.isnan(found[1])
 
 
+def test_settings_without_a_difference_have_no_rank():
+    """Of seven settings two are equal: Wilcoxon's test is that of the five others."""
+    gaps = np.array([0.0, 0.03, -0.01, 0.0, 0.05, -0.02, 0.07])
+    found = ranks.compare_with(np.stack([np.full(7, 0.5), 0.5 + gaps], axis=1), 0)
+    expected = stats.wilcoxon(gaps[gaps != 0], method="exact").pvalue
+    np.testing.assert_allclose(found[1], expected)
+
+
 def stats_holm(chances):
     """Holm's correction by its definition: the largest of all steps up to its own."""
     order = sorted(range(len(chances)), key=lambda j: chances[j])
