@@ -642,3 +642,8 @@ def test_what_compares_needs_no_jax(verb, swept, tmp_path):
         text=True,
     )
     assert ended.returncode == 0 and "wrote " in ended.stdout, ended.stderr
+
+
+def test_methods_with_layers_have_the_names_of_papers():
+    assert pivot._name_place({"algorithm": "flexcfl+ditto"}, "algorithm") == "FlexCFL+Ditto"
+    assert pivot._name_place({"algorithm": "mine+ditto"}, "algorithm") == "mine+Ditto"

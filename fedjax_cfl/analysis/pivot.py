@@ -99,7 +99,7 @@ def _read_settings(members: pd.DataFrame, names: set[str]) -> dict[str, Any]:
 def _name_place(settings: dict[str, Any], names: str) -> str:
     """Returns the row or column of a set of runs, by those of the settings `names` that it has."""
     words = [
-        tables.PAPER_NAMES.get(str(settings[name]), str(settings[name]))
+        "+".join(tables.PAPER_NAMES.get(one, one) for one in str(settings[name]).split("+"))
         if name in NAMED
         else f"{name.rpartition('.')[2]}={settings[name]}"
         for name in names.split("+")
