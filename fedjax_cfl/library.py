@@ -161,7 +161,7 @@ def run(
     algorithm: Algorithm | Callable[..., Algorithm],
     task: Any,
     data: FederatedData | None = None,
-    key: Any = None,
+    key: Key | None = None,
     *,
     rounds: int,
     seeds: Any = None,
@@ -208,7 +208,6 @@ def run(
     """
     plan = Plan(rounds, eval_every, discard)
     check_options(callbacks, run_dir, {"scaling": scaling, "settings": settings})
-    key = None if key is None else check_value("key", key, Key)
     numbers = None if seeds is None else list_seeds(seeds, key)
     key, mesh = jax.random.key(0) if key is None else key, mesh or make_mesh()
     names: dict[str, Any] = {}

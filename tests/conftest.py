@@ -293,6 +293,13 @@ def call(monkeypatch, line: str, devices: int = 2) -> int:
         return ended.code
 
 
+def run_in(folder: Path, line: str) -> None:
+    """Runs a command line of one device in a folder; it must end well."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert call(patch, line, devices=1) == 0
+
+
 def kept(state):
     """Returns the `Rows` of a state with one layer; without any values where it keeps nothing."""
     layers = [rows for rows in state.rows.values() if isinstance(rows, Rows)]

@@ -212,6 +212,7 @@ def test_a_grid_goes_on_where_its_runs_stand(tmp_path, monkeypatch, capsys):
             "personal.lam=9.0: times local.lr=0.2 it is 1.8, and must be below 1"
         ),
         "seed=0,1": "seed=0,1: several values need -m, a sweep, or vectorize=[seed]",
+        "algorithm=ifca,fedavg": "algorithm=ifca,fedavg: several values need -m, a sweep\n",
         "seeds=0": "seeds=0: must be a whole number >= 1",
     }.items(),
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, nightly, one_line
+from conftest import call, lasting_rows, nightly, one_line, run_in
 from sklearn.metrics import f1_score
 from test_regression import compare_heads, train_two
 
@@ -56,20 +56,16 @@ def make_task(outputs: int = 3) -> cfl.Task:
 def folder(tmp_path_factory):
     """A folder with own.npz and a run of IFCA."""
     folder = tmp_path_factory.mktemp("multilabel")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        np.savez("own.npz", **planted())
-        assert call(patch, f"{LINE} rounds=8 run_dir=run", devices=1) == 0
+    np.savez(folder / "own.npz", **planted())
+    run_in(folder, f"{LINE} rounds=8 run_dir=run")
     return folder
 
 
 @pytest.fixture(scope="module")
 def with_fedavg(folder):
     """The same folder with a run of FedAvg, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        line = LINE.replace("algorithm=ifca algorithm.m=2", "algorithm=fedavg")
-        assert call(patch, f"{line} rounds=8 run_dir=fedavg", devices=1) == 0
+    line = LINE.replace("algorithm=ifca algorithm.m=2", "algorithm=fedavg")
+    run_in(folder, f"{line} rounds=8 run_dir=fedavg")
     return folder
 
 

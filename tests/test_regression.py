@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import call, lasting_rows, nightly, one_line, others_nightly, stop_and_go_on
+from conftest import call, lasting_rows, nightly, one_line, others_nightly, run_in, stop_and_go_on
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import assemble
@@ -49,20 +49,16 @@ def federate(arrays: dict[str, np.ndarray]) -> cfl.FederatedData:
 def folder(tmp_path_factory):
     """A folder with own.npz and a run of IFCA."""
     folder = tmp_path_factory.mktemp("regression")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        np.savez("own.npz", **planted())
-        assert call(patch, f"{SMALL} rounds=8 run_dir=run", devices=1) == 0
+    np.savez(folder / "own.npz", **planted())
+    run_in(folder, f"{SMALL} rounds=8 run_dir=run")
     return folder
 
 
 @pytest.fixture(scope="module")
 def with_fedavg(folder):
     """The same folder with a run of FedAvg, too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        line = SMALL.replace("algorithm=ifca algorithm.m=2", "algorithm=fedavg")
-        assert call(patch, f"{line} rounds=8 run_dir=fedavg", devices=1) == 0
+    line = SMALL.replace("algorithm=ifca algorithm.m=2", "algorithm=fedavg")
+    run_in(folder, f"{line} rounds=8 run_dir=fedavg")
     return folder
 
 

@@ -161,18 +161,25 @@ def join_largest_group(r: Round) -> tuple[jax.Array, Report]:
 def join_nearest_direction(train: TrainFn, metric: MetricFn) -> AssignFn:
     """Assigns clients the group of the nearest mean update.
 
-    They train once from the model that was clustered, which costs a model down and one up.
+    They train once from the model that was clustered, which costs a model down and one up. In
+    rounds without such clients nothing is computed.
     """
 
     def choose(r: Round) -> tuple[jax.Array, Report]:
-        memory, slots = r.state.memory, r.cohort.ids.size
-        upload, report = train(r.key, memory.initial, r.cohort, r.data)
-        both = jax.tree.map(lambda *parts: jnp.concatenate(parts), upload.delta, memory.directions)
-        distance = metric(both)[:slots, slots:]
-        usable = r.state.active & jnp.isfinite(distance)
-        real = r.cohort.ids < r.data.num_clients
+        memory, real = r.state.memory, r.cohort.ids < r.data.num_clients
+        slots, zeros = real.size, jnp.zeros(real.shape, jnp.int32)
+
+        def find_nearest() -> tuple[jax.Array, Report]:
+            upload, report = train(r.key, memory.initial, r.cohort, r.data)
+            both = jax.tree.map(lambda *two: jnp.concatenate(two), upload.delta, memory.directions)
+            distance = metric(both)[:slots, slots:]
+            usable = r.state.active & jnp.isfinite(distance)
+            closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
+            return closest.astype(jnp.int32), report
+
+        idle = zeros, make_report(make_bill(zeros))
+        closest, report = lax.cond(jnp.any(real), find_nearest, lambda: idle)
         sent = make_bill(units_down=real, units_up=real)
-        closest = jnp.argmin(jnp.where(usable, distance, jnp.inf), axis=1)
         return closest, report.replace(early=sent)
 
     return choose

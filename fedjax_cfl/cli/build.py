@@ -18,12 +18,7 @@ from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
 from fedjax_cfl.cli.conf import PACKAGE
-from fedjax_cfl.cli.settings import (
-    collect_settings,
-    find_targets,
-    resolve_settings,
-    resolve_target,
-)
+from fedjax_cfl.cli.settings import collect_settings, find_targets, resolve_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.client.sgd import list_loops
 from fedjax_cfl.data.datasets.pool import number_owners
@@ -534,11 +529,10 @@ def build_settings(
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
     """Returns the trackers that `logger` names, and the user's own callbacks of a run, in order."""
-    trackers = config.get("logger") or {}
-    own = {str(number): node for number, node in enumerate(config["callbacks"])}
+    trackers, callbacks = config.get("logger") or {}, enumerate(config["callbacks"])
     return (
         {name: build_callback(f"logger.{name}", node) for name, node in trackers.items()},
-        [build_callback(f"callbacks[{number}]", node) for number, node in own.items()],
+        [build_callback(f"callbacks[{number}]", node) for number, node in callbacks],
     )
 
 

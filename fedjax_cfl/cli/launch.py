@@ -132,7 +132,7 @@ def remove_unused(folder: Path) -> None:
     """
     folder, here = folder.absolute(), Path.cwd()
     inside = sorted(folder.rglob("*"), reverse=True)  # what a folder holds comes before it
-    files = [path for path in inside if not path.is_dir()]
+    files = [path for path in inside if path.is_symlink() or not path.is_dir()]
     ours = [p.parent.name == ".hydra" or p.name in ("multirun.yaml", INDEX_FILE) for p in files]
     if not files or not all(ours):  # an empty folder may be the user's own
         return

@@ -141,7 +141,7 @@ def list_values(override: Override, multirun: bool) -> list[str]:
         return [text_of(override)]
     if not multirun or override.key_or_group == "run_dir":
         name = override.key_or_group
-        together = f", or vectorize=[{name}]"
+        together = "" if name in list_groups() else f", or vectorize=[{name}]"
         raise InputError(
             f"{override.input_line}: several values"
             f" {'are not allowed here' if multirun else 'need -m, a sweep' + together}"

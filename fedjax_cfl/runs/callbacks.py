@@ -240,8 +240,8 @@ class Checkpoints(Callback):
     def is_due(self, done: int) -> bool:
         """Returns whether a checkpoint is due after `done` rounds."""
         every, minutes, _ = self.settings.checkpoint
-        passed, bad_tests = done - self.saved[0], time.monotonic() - self.saved[1]
-        return passed >= every or bad_tests >= 60 * minutes
+        passed, waited = done - self.saved[0], time.monotonic() - self.saved[1]
+        return passed >= every or waited >= 60 * minutes
 
     def save(self, snapshot: Snapshot) -> None:
         """Saves a checkpoint, and the best models before it."""

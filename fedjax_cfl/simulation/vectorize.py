@@ -130,11 +130,11 @@ def check_decompositions(traced: jax.stages.Traced, mesh: Mesh) -> None:
     """Raises NotMapped for a program in which several CPU devices would decompose a batch of
     matrices, and could wait for one another for ever.
     """
-    if is_cpu(mesh) and mesh.size > 1 and (names := list_batched(traced.jaxpr.jaxpr)):
+    if is_cpu(mesh) and mesh.size > 1 and (names := list_batched(traced.jaxpr)):
         raise NotMapped(f"{names[0]} of a batch of matrices can hang on several CPU devices")
 
 
-def list_batched(jaxpr: Jaxpr) -> list[str]:
+def list_batched(jaxpr: Jaxpr | ClosedJaxpr) -> list[str]:
     """Returns the names of the decompositions that a traced function applies to a batch."""
     names: list[str] = []
     for equation in jaxpr.eqns:
@@ -143,9 +143,7 @@ def list_batched(jaxpr: Jaxpr) -> list[str]:
         if name in DECOMPOSITIONS and max(ranks) > 2:
             names.append(name)
         for inner in jax.tree.leaves(equation.params):
-            if isinstance(inner, ClosedJaxpr):
-                names += list_batched(inner.jaxpr)
-            elif isinstance(inner, Jaxpr):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
                 names += list_batched(inner)
     return names
 
