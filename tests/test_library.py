@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
+import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -242,6 +243,44 @@ def test_what_a_method_is_made_of(ifca, linear, local, toy):
     assert all(first != other for other in others)
     assert all(isinstance(value, str | int | float | None) for value in first.values())
     assert json.dumps(first) and not [v for v in first.values() if " at 0x" in str(v)]
+
+
+RATE = 0.5
+
+
+class Decay:
+    """A schedule of the user's own."""
+
+    def __init__(self, rate):
+        self.rate, self.key = rate, KEY
+
+    def __call__(self, round):
+        return self.rate**round
+
+
+def test_functions_of_one_name_are_told_apart(monkeypatch):
+    """By what they do, what they read from their module, and what their objects hold."""
+    halves, wholes, same = (
+        lambda round: 0.5**round,
+        lambda round: 1.0**round,
+        lambda round: 0.5**round,  # on another line
+    )
+
+    def outside(round):
+        return (lambda: RATE**round)()
+
+    assert describe(halves, "it") == describe(same, "it") != describe(wholes, "it")
+    assert describe(jax.jit(halves), "it") != describe(jax.jit(wholes), "it")
+    first, made = describe(Decay(0.5), "it"), describe(Decay(1.0).__call__, "it")
+    assert first != describe(Decay(1.0), "it") and made != describe(Decay(0.5).__call__, "it")
+    read = describe(outside, "it")
+    monkeypatch.setattr(sys.modules[__name__], "RATE", 0.1)
+    assert read["it.RATE"] == 0.5 and read != describe(outside, "it")
+    monkeypatch.setattr(Decay, "__call__", wholes)
+    assert first != describe(Decay(0.5), "it")
+    module = describe(Own(), "it")
+    monkeypatch.setattr(Own, "__call__", wholes)
+    assert module != describe(Own(), "it")
 
 
 class Own(nn.Module):

@@ -2,18 +2,23 @@
 
 A run that goes on must have the same method, and a method is functions within functions. Their
 names, and the values that they have from where they were made, are what tells two methods apart:
-step size, epochs, groups, model.
+step size, epochs, groups, model. Of the caller's own functions and classes the code counts as well,
+for two of one name may do different things.
 """
 
 import dataclasses
+import dis
 import functools
 import hashlib
 import inspect
 import json
+import sys
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -31,6 +36,8 @@ NAMED = ("algorithm", "dataset", "partition", "model")  # parts that a caller ma
 ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(50, 5, 2)  # as in conf/config.yaml
 PLAIN = bool | int | float | complex | str | None
 WHERE = Execution, Mesh  # say where a run computes, not what
+OURS = "fedjax_cfl", "jax", "jaxlib", "builtins"  # what their objects hold is found elsewhere
+PACKAGES = "-packages"  # in the path of what is installed
 
 
 def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> RunSettings:
@@ -140,26 +147,76 @@ def _open(part: Any) -> tuple[str | None, dict[str, Any]]:
     """Returns what an object is called, and what it holds."""
     if isinstance(part, dict):
         return None, {str(name): value for name, value in part.items()}
+    kind = part if isinstance(part, type) else type(part)
     if isinstance(part, nn.Module):
-        return " ".join(repr(part).split()), {}
+        return " ".join(repr(part).split()), _list_methods(kind)
     if hasattr(part, "dtype") and hasattr(part, "shape"):
-        array = np.asarray(part)
+        is_key = jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key)
+        array = np.asarray(jax.random.key_data(part) if is_key else part)
         digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
         return f"{array.dtype}{list(array.shape)} {digest}", {}
     if isinstance(part, tuple):  # with names
         return None, dict(zip(getattr(part, "_fields", ()), part, strict=True))
-    if dataclasses.is_dataclass(part) and not isinstance(part, type):
-        return None, {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
+    if dataclasses.is_dataclass(part) and part is not kind:
+        values = {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
+        return None, values | _list_methods(kind)
     if isinstance(part, functools.partial):
         return None, {"func": part.func, "args": part.args, "keywords": part.keywords}
     if isinstance(part, types.MethodType):
         return None, {"func": part.__func__, "self": part.__self__}
     if isinstance(part, types.FunctionType):
-        return f"{part.__module__}.{part.__qualname__}", _enclosed(part)
+        name = f"{part.__module__}.{part.__qualname__}"
+        if not _is_own(part):
+            return name, _enclosed(part)
+        code = [*_read_code(part.__code__)]
+        digest = hashlib.sha256(repr(code).encode(errors="backslashreplace")).hexdigest()[:8]
+        return f"{name} {digest}", _enclosed(part) | _list_globals(part)
     if hasattr(part, "__wrapped__"):  # by `jit`
         return None, {"wrapped": inspect.unwrap(part)}
-    kind = part if isinstance(part, type) else type(part)
-    return f"{kind.__module__}.{kind.__qualname__}", {}
+    state = vars(part) if part is not kind and hasattr(part, "__dict__") else {}
+    inner = state | _list_methods(kind) if kind.__module__.partition(".")[0] not in OURS else {}
+    return f"{kind.__module__}.{kind.__qualname__}", inner
+
+
+def _is_own(part: Any) -> bool:
+    """Returns whether a function or class is the caller's, and of no package."""
+    home = str(part.__module__)
+    file = getattr(sys.modules.get(home), "__file__", None) or ""
+    return home.partition(".")[0] not in {*OURS, *sys.stdlib_module_names} and PACKAGES not in file
+
+
+def _list_methods(kind: type) -> dict[str, Any]:
+    """Returns by name the methods of a class that are the caller's own, its own and inherited."""
+    found: dict[str, Any] = {}
+    for each in filter(_is_own, reversed(kind.__mro__)):
+        found |= {
+            name: inspect.unwrap(value) for name, value in vars(each).items() if callable(value)
+        }
+    return {
+        name: value
+        for name, value in found.items()
+        if isinstance(value, types.FunctionType) and (name == "__call__" or name[:2] != "__")
+    }
+
+
+def _read_code(code: types.CodeType) -> Iterator[Any]:
+    """Yields what a function's code does, in an order that does not change, without its lines."""
+    yield from (code.co_code, code.co_names, code.co_freevars)
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            yield from _read_code(value)
+        else:
+            yield sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)
+
+
+def _list_globals(function: types.FunctionType) -> dict[str, Any]:
+    """Returns the values of its module that a function reads, but for modules."""
+    codes, names = [function.__code__], set()
+    for code in codes:
+        names |= {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+        codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
+    known = {name: function.__globals__[name] for name in names & {*function.__globals__}}
+    return {n: known[n] for n in sorted(known) if not isinstance(known[n], types.ModuleType)}
 
 
 def _enclosed(function: types.FunctionType) -> dict[str, Any]:
