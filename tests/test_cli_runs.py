@@ -148,8 +148,8 @@ def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
 
 def test_a_finished_grid_is_passed_over_by_its_own_command_alone(fedjax_cfl, tmp_path):
     line = (
-        "-m algorithm=fedavg,qfedavg seeds=2 dataset.clients=8 clients_per_round=3 rounds=1"
-        " local.epochs=1 model=mclr devices=1 run_dir=sweep"
+        "-m algorithm=fedavg,qfedavg vectorize=[seed] seed=0,1 dataset.clients=8 rounds=1"
+        " clients_per_round=3 local.epochs=1 model=mclr devices=1 run_dir=sweep"
     )
     assert fedjax_cfl(line)[0] == 0
     status, out, error = fedjax_cfl(line)
