@@ -151,3 +151,15 @@ def test_every_array_is_part_of_the_digest(toy_pool):
         digest_data(data.replace(concept=data.concept + 1)),
     }
     assert len(found) == 4 and digest_data(federate(toy_pool, held)) in found
+
+
+def test_names_are_part_of_the_digest(toy_pool):
+    """A file whose labels or line of names were corrected is another one."""
+    held = cfl.Partition(np.arange(len(toy_pool.y)), toy_pool.client, toy_pool.test)
+    named = [
+        federate(toy_pool._replace(class_names=tuple(classes), columns=tuple(columns)), held)
+        for classes, columns in (("abcd", "abcde"), ("abdc", "abcde"), ("abcd", "abced"))
+    ]
+    clients = [held._replace(client_names=tuple(range(first, first + 14))) for first in (1, 2)]
+    data = [federate(toy_pool, held), *named, *(federate(toy_pool, each) for each in clients)]
+    assert len({digest_data(each) for each in data}) == len(data) == 6

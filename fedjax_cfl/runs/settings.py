@@ -81,10 +81,15 @@ def digest_identity(identity: dict[str, Any]) -> str:
 
 
 def digest_data(data: FederatedData) -> str:
-    """Returns a digest of the samples, their labels, who holds which, and the true groups."""
+    """Returns a digest of the samples, their labels, who holds which, and the true groups; and of
+    the names of clients, classes and features, which results and predictions go by.
+    """
     digest = hashlib.sha256()  # the fastest of the standard library, where the CPU helps
     for leaf in jax.tree.leaves(data):
         array = np.ascontiguousarray(leaf)  # no copy, also of a file in memory
         digest.update(f"{array.dtype}{array.shape}".encode())
         digest.update(array.reshape(-1).view(np.uint8).data)
+    clients, columns = (each and each.names for each in (data.client_names, data.columns))
+    if any(names := [clients, data.class_names, columns]):
+        digest.update(json.dumps(names, default=str).encode())
     return digest.hexdigest()
