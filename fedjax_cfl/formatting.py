@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 
+from fedjax_cfl.errors import InputError
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -83,10 +85,18 @@ def clean_name(value: object) -> str:
 
 def name_columns(frame: Any) -> dict[str, Any] | None:
     """Returns the names of the columns of a frame in their one form, and as it has them; None for
-    an array, which has no names.
+    an array, which has no names. Raises InputError for one of two columns.
     """
     names = getattr(frame, "column_names", getattr(frame, "columns", None))
-    return None if names is None else {clean_name(name): name for name in names}
+    if names is None:
+        return None
+    found = {}
+    for name in names:
+        if clean_name(name) in found:
+            said = shorten(clean_name(name))
+            raise InputError(f"x: column {said} is there more than once, expected each name once")
+        found[clean_name(name)] = name
+    return found
 
 
 # values

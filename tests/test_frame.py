@@ -370,6 +370,8 @@ def test_a_table_that_is_none_is_one_line():
     one_line("is a list, expected a pandas.DataFrame", cfl.from_frame, [[1]], "y")
     frame = pd.DataFrame([[1, 2, 0]], columns=["a", "a ", "y"])
     one_line("column 'a' is there 2 times", cfl.from_frame, frame, "y")
+    indexed = frame.iloc[:, 1:].set_index(pd.Index([0], name="y"))
+    one_line("column 'y' is there 2 times", cfl.from_frame, indexed, "y")
     one_line("table has no rows", cfl.from_frame, frame.head(0).iloc[:, 1:], "y")
     mixed = pd.DataFrame({"a": [1, 2], "y": ["u", 3]})
     one_line("column y holds numbers and text", cfl.from_frame, mixed, "y")

@@ -184,6 +184,9 @@ def test_a_frame_is_taken_by_name_from_python(folder):
              run.predict, 3, frame.rename(columns={"hum": "humid"}))  # fmt: skip
     np.testing.assert_array_equal(run.predict(3, frame.assign(more=1)), right)
     one_line("no client of this name", run.predict, "31", frame)
+    twice = frame.assign(more=1).set_axis([*COLUMNS, " temp"], axis=1)
+    one_line("x: column 'temp' is there more than once", run.predict, 3, twice)
+    one_line("x: column 'temp' is there more than once", cfl.from_arrays, twice, [0] * len(twice))
     x, y = frame.to_numpy(), make_frame()["state"]
     pool = cfl.from_arrays(frame, y.tolist())
     assert pool.columns == tuple(COLUMNS)

@@ -64,7 +64,7 @@ def to_table(table: Any, name: str) -> Table:
         said = type(table).__name__
         raise InputError(f"{name}: is a {said}, expected a pandas.DataFrame or a pyarrow.Table")
     if any(level is not None for level in table.index.names):
-        table = table.reset_index()
+        table = table.reset_index(allow_duplicates=True)  # which are refused below
     return Table(table.set_axis(clean_columns(name, list(table.columns)), axis=1), name)
 
 
