@@ -492,12 +492,13 @@ def test_a_round_ends_with_the_last_answer_if_fewer_come():
 
 
 def test_local_steps_cycle_through_epochs(toy, linear, local):
-    """Seven mini-batch steps of every client with weight decay, however many samples it has;
-    losses are means over what the first and the last epoch reach, with the penalty of the model
-    before and, where the last is not the first, after.
+    """Seven mini-batch steps of every client with momentum, which has the weight decay in it,
+    however many samples it has; losses are means over what the first and the last epoch reach,
+    with the penalty of the model before and, where the last is not the first, after.
     """
-    pick, decay = select.full_participation(), 0.3
-    algorithm = algorithms.fedavg(linear, local.replace(steps=7, weight_decay=decay), pick)
+    pick, decay, rho = select.full_participation(), 0.3, 0.5
+    own = local.replace(steps=7, weight_decay=decay, momentum=rho)
+    algorithm = algorithms.fedavg(linear, own, pick)
     state = jax.jit(algorithm.init)(KEY, toy)
     model, one_round = models_of(state.groups)[0], jax.jit(algorithm.round)
     x, y = np.asarray(toy.x, np.float64), np.asarray(toy.y)
@@ -506,10 +507,12 @@ def test_local_steps_cycle_through_epochs(toy, linear, local):
         for client in cohort_of(pick, round, toy):
             epochs, w = passes(derive_key(KEY, TRAIN, round), toy, client, 7), model
             per_epoch, each = -(-len(epochs[0]) // local.batch_size), [[] for _ in range(7)]
+            velocity = 0.0 * w
             for step, batch in enumerate(batches_of(epochs, local.batch_size)[:7]):
                 loss = -np.log(probabilities(w, x[batch])[np.arange(len(batch)), y[batch]])
                 each[step // per_epoch] += loss.tolist()
-                w = w + -local.lr * (gradient(w, x[batch], y[batch]) + decay * w)
+                velocity = rho * velocity + gradient(w, x[batch], y[batch]) + decay * w
+                w = w + -local.lr * velocity
             solutions.append(w)
             weights.append(len(epochs[0]))
             last = 6 // per_epoch

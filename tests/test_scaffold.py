@@ -70,8 +70,8 @@ def train_corrected(model, correction, data, batches, local, rho=0.0):
 class Twin:
     """Models of groups, a variate of each client, and who is in which group; float64."""
 
-    def __init__(self, groups):
-        self.groups, self.group = groups, [-1] * CLIENTS
+    def __init__(self, groups, server_lr=1.0):
+        self.groups, self.group, self.server_lr = groups, [-1] * CLIENTS, server_lr
         self.variates = [0.0 * groups[0] for _ in range(CLIENTS)]
         self.moves = 0
 
@@ -104,7 +104,8 @@ class Twin:
             batches = batches_of(epochs, local.batch_size)
             answers[k] = train_corrected(self.groups[g], correction, data, batches, local, rho)
         for g in centers:
-            self.groups[g] = mean([answers[k][0] for k in ids if self.group[k] == g])
+            found = mean([answers[k][0] for k in ids if self.group[k] == g])
+            self.groups[g] = (1 - self.server_lr) * self.groups[g] + self.server_lr * found
         for k in ids:
             self.variates[k] = answers[k][1]
 
@@ -119,18 +120,21 @@ def close(found, expected, atol=3e-5):
     [nightly(1, 4, 0.0), (1, 1, 0.5), nightly(3, 4, 0.0), (3, 1, 0.5)],
 )
 def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
-    """One model for all, and IFCA, whose clients move."""
-    pick, rounds = select.uniform(COHORT), 3 if m == 1 else 6
+    """One model for all, with a step of the server, and IFCA, whose clients move; steps become
+    shorter from round to round.
+    """
+    pick, rounds, server_lr = select.uniform(COHORT), *((3, 0.7) if m == 1 else (6, 1.0))
     own = with_execution(local, width=width).replace(momentum=momentum)
+    own = own.replace(schedule=lambda round: 0.9**round)
     algorithm = (
-        algorithms.scaffold(linear, own, pick)
+        algorithms.scaffold(linear, own, pick, server_lr=server_lr)
         if m == 1
         else build(algorithms.ifca, linear, corrected(own), pick, m=m)
     )
     states = play(algorithm, toy, rounds)
-    twin = Twin(models_of(states[0].groups))
+    twin = Twin(models_of(states[0].groups), server_lr)
     for number, state in enumerate(states[1:]):
-        twin.play(number, toy, pick, own, momentum)
+        twin.play(number, toy, pick, own.replace(lr=own.lr * 0.9**number), momentum)
         close(models_of(state.groups), twin.groups)
         close(models_of(state.rows["SCAFFOLD"].values), twin.variates, 2e-4)
         if m > 1:
