@@ -323,6 +323,9 @@ def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
     assert "| FedAvg | 50.00 | 3 |\n| IFCA | 75.00 | 2 |" in text
     ranks = {place: cell["rank"] for place, cell in read_pivot(Path("by-data")).items()}
     assert ranks["IFCA", "houses"] == "first"
+    numbers = read_sets([tmp_path / "numbers0", tmp_path / "numbers1"])
+    (found,) = list_differences(numbers, ["final_rmse"]).to_dict("records")
+    assert found["set"] == "ifca" and (found["mean"], found["ahead"], found["behind"]) == (-1, 1, 0)
     asked = ["--pivot", "dataset", "algorithm", "--measure", "best"]
     compare.main([str(tmp_path), "--out", "by-method", *asked])
     text = Path("by-method/pivot.md").read_text()  # the columns mix scores: none is the best

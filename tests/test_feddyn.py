@@ -97,6 +97,9 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
     assert m == 1 or (twin.moves > 0 and sizes & {1, 2} and max(sizes) > 2)
     sent = spent(states[0], states[-1])
     assert (sent.units_down, sent.units_up) == (6 * 6 * m, 6 * 6)
+    correction = feddyn(alpha=ALPHA).correction
+    found = [float(correction.server_step(1.0, members)) for members in (2, 3)]
+    assert found == pytest.approx([0.0, 1 / ALPHA])
 
 
 @pytest.mark.parametrize(("pick", "share"), [nightly(PICK, 6 / 14), nightly(EVERYBODY, 13 / 14)])

@@ -686,3 +686,21 @@ def test_sentences_say_what_the_csv_has(page, folder, sentence, expected):
     assert len(match.groups()) == len(numbers)
     for text, number in zip(match.groups(), numbers, strict=True):
         assert is_rounded(text, number), f"{path}: {sentence!r}: {text} is {number}"
+
+
+def test_findings_of_data_that_move_say_what_the_cells_have():
+    with (RESULTS / "cflbench" / "cells.csv").open(newline="", encoding="utf-8") as file:
+        here = {c["method"]: c for c in csv.DictReader(file) if c["setting"] == "mnist-swaps"}
+    page = (ROOT / "docs" / "guides" / "findings.md").read_text(encoding="utf-8")
+    said = re.search(
+        r"Fielding by gradients \(([\d.]+) below known groups\), FedDrift \(([\d.]+)\) and IFCA"
+        r" with fine-tuning \(([\d.]+)\)",
+        page,
+    )
+    assert said
+    for text, name in zip(said.groups(), ("Fielding", "FedDrift", "IFCA+fine-tuning"), strict=True):
+        gap = float(here["Known groups"]["score"]) - float(here[name]["score"])
+        assert is_rounded(text, 100 * gap), f"{name} is {100 * gap}"
+    sent = {name: float(cell["megabytes"]) for name, cell in here.items()}
+    assert "a sixth more than FedAvg sends" in page
+    assert round(1 / (sent["Fielding"] / sent["FedAvg"] - 1)) == 6

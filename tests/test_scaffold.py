@@ -40,13 +40,14 @@ from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.method import Method, Start
 from fedjax_cfl.models import BatchNorm
 from fedjax_cfl.personal import feddyn, scaffold
+from fedjax_cfl.personal.scaffold import remove_correction
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_rows import find_members, reset_rows_of_movers
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import keep_groups
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.types import Rows
+from fedjax_cfl.types import Rows, Upload, Work
 
 COHORT, CLIENTS = 6, len(SIZES)
 
@@ -141,6 +142,20 @@ def test_rounds_equal_a_slow_twin(toy, linear, local, m, width, momentum):
             met = np.asarray(state.assignment)
             np.testing.assert_array_equal(met, twin.group)
     assert m == 1 or twin.moves > 0
+
+
+def test_a_correction_is_removed_by_hand(local):
+    """Of two steps with momentum and half the step size, of lengths 1 and 1.5, each 0.1 long; a
+    client that did not answer has none.
+    """
+    delta, added = jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([[10.0, 20.0], [30.0, 40.0]])
+    weight, steps = jnp.array([5.0, 0.0]), jnp.array([2, 3])
+    upload = Upload({"w": delta}, weight, weight, weight, steps, steps, model_steps=steps)
+    work = Work(steps, weight, jnp.array([0.5, 1.0]))
+    own = local.replace(lr=0.2, momentum=0.5)
+    found = remove_correction(own, work, {"w": added}, upload)
+    np.testing.assert_allclose(found.delta["w"], [[3.5, 7.0], [3.0, 4.0]], rtol=1e-6)
+    np.testing.assert_allclose(found.squared_norm, [61.25, 25.0], rtol=1e-6)
 
 
 @pytest.mark.nightly
