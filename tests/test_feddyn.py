@@ -32,6 +32,8 @@ from test_scaffold import Twin as Groups
 import fedjax_cfl as cfl
 from fedjax_cfl import algorithms
 from fedjax_cfl.client.local import Work
+from fedjax_cfl.client.objective import erm, find_objective, proximal
+from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.keys import TRAIN, derive_key
 from fedjax_cfl.personal import feddyn, scaffold
 from fedjax_cfl.system import select
@@ -115,6 +117,14 @@ def test_without_pull_the_server_goes_farther(toy, linear, local, pick, share):
 
 def models_in_turn(algorithm, data):
     return [models_of(state.groups)[0] for state in play(algorithm, data, 1)]
+
+
+def test_a_pull_of_the_method_below_adds_up(linear, local):
+    near = sgd(linear, local, proximal(0.2, erm(linear)))
+    for below, mu in ((near, ALPHA + 0.2), (sgd(linear, local), ALPHA)):
+        solve = feddyn(alpha=ALPHA).train(linear, local, below)
+        (change,) = solve.args[0]
+        assert change.objective(find_objective(solve), None, None).mu == pytest.approx(mu)
 
 
 @pytest.mark.nightly
