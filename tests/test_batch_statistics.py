@@ -352,4 +352,8 @@ def test_flax_normalises_real_samples_or_none(toy, local):
     mean = lambda params: masked.loss(params, x, y, KEY, owner)[:4].mean()  # noqa: E731
     slope = jax.jit(jax.grad(mean))(params)
     close(slope["batch_stats"]["BatchNorm_0"]["mean"], -0.01 * x[:4].mean(keepdims=True)[0])
+    plain = cfl.as_task(OfFlax(), (FEATURES,), CLASSES)
+    mean = lambda params: plain.loss(params, x, y, KEY, owner)[:4].mean()  # noqa: E731
+    slope = jax.jit(jax.grad(mean))(plain.init(KEY))
+    close(slope["batch_stats"]["BatchNorm_0"]["mean"], -0.1 * x[:4].mean(axis=0))
     one_line("receives (30, 1) of a batch of 6 samples", merged.loss, params, x, y, KEY, owner)

@@ -3,6 +3,7 @@ special case; planted groups; clients that come later; the bill.
 """
 
 from itertools import pairwise, permutations
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -16,7 +17,7 @@ from test_reductions import KEY, play
 from test_reference import batches_of, mean, models_of, passes, trained
 
 import fedjax_cfl as cfl
-from fedjax_cfl.algorithms.cfl_gp import Plan, cfl_gp, find_groups
+from fedjax_cfl.algorithms.cfl_gp import Plan, accumulate, cfl_gp, find_groups
 from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import ASSIGN, REGROUP, TRAIN, derive_key
@@ -146,6 +147,17 @@ def test_the_schedule_by_hand():
     np.testing.assert_allclose([1 / plan.rate(round) for round in due], [1, 1, 1, 2, 2, 2, 3])
     every = [1 / Plan(2, 1, 9).rate(round) for round in range(6)]
     np.testing.assert_allclose(every, [1, 2, 2, 3, 3, 4])
+
+
+def test_a_first_vector_counts_whole_in_whichever_round():
+    """Of clients 1 and 3, of whom 3 has sent one for this criterion before, in its second turn."""
+    ids, plan = jnp.array([1, 3]), Plan(2, 1, 9)
+    rows = {"vectors": jnp.ones((4, 2, 3)), "known": jnp.zeros((4, 2), bool).at[3, 0].set(True)}
+    cohort = SimpleNamespace(ids=ids, take=lambda leaf: leaf[ids])
+    now = SimpleNamespace(round=2, rows=rows)
+    found = accumulate(plan, now, cohort, jnp.full((2, 3), 5.0), jnp.array([True, True]))
+    assert found["vectors"][:, 0, 0].tolist() == [1, 5, 1, 3]
+    assert (found["vectors"][:, 1] == 1).all() and found["known"][:, 0].tolist() == [0, 1, 0, 1]
 
 
 @pytest.mark.nightly

@@ -118,12 +118,16 @@ def test_slow_twin(toy, linear, local, tau, represent):
         state, _ = one_round(KEY, state, twin.data)
         new = twin.round(round, cohort)
         assert int(state.active.sum()) == len(twin.groups)
-        models, found = models_of(state.groups), np.asarray(state.assignment)
+        models, group = models_of(state.groups), np.asarray(state.assignment)
         for members, model in twin.groups:
-            (number,) = {int(found[client]) for client in members}
+            (number,) = {int(group[client]) for client in members}
             # one without samples has the group of all as long as there is one
-            assert set(np.flatnonzero(found == number).tolist()) - {2, 4} == members - {4}
+            assert set(np.flatnonzero(group == number).tolist()) - {2, 4} == members - {4}
             np.testing.assert_allclose(models[number].flat(), model.flat(), atol=3e-5)
+        first = models_of(jax.tree.map(jnp.add, state.memory.anchor, state.rows["directions"]))
+        for client, direction in twin.first.items():
+            found = first[client].flat() - twin.anchor.flat()
+            np.testing.assert_allclose(found, direction, atol=3e-5)
         common = models_of(state.memory.common)[0]
         np.testing.assert_allclose(common.flat(), twin.common.flat(), atol=3e-5)
         sent, taken = spent(before, state), len(cohort)

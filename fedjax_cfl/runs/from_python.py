@@ -19,6 +19,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -147,19 +148,18 @@ def _open(part: Any) -> tuple[str | None, dict[str, Any]]:
     """Returns what an object is called, and what it holds."""
     if isinstance(part, dict):
         return None, {str(name): value for name, value in part.items()}
-    kind = part if isinstance(part, type) else type(part)
     if isinstance(part, nn.Module):
-        return " ".join(repr(part).split()), _list_methods(kind)
+        return " ".join(repr(part).split()), _list_methods(type(part))
     if hasattr(part, "dtype") and hasattr(part, "shape"):
-        is_key = jax.dtypes.issubdtype(part.dtype, jax.dtypes.prng_key)
+        is_key = isinstance(part, jax.Array) and jnp.issubdtype(part.dtype, jax.dtypes.prng_key)
         array = np.asarray(jax.random.key_data(part) if is_key else part)
         digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
         return f"{array.dtype}{list(array.shape)} {digest}", {}
     if isinstance(part, tuple):  # with names
         return None, dict(zip(getattr(part, "_fields", ()), part, strict=True))
-    if dataclasses.is_dataclass(part) and part is not kind:
+    if dataclasses.is_dataclass(part) and not isinstance(part, type):
         values = {one.name: getattr(part, one.name) for one in dataclasses.fields(part)}
-        return None, values | _list_methods(kind)
+        return None, values | _list_methods(type(part))
     if isinstance(part, functools.partial):
         return None, {"func": part.func, "args": part.args, "keywords": part.keywords}
     if isinstance(part, types.MethodType):
@@ -173,7 +173,8 @@ def _open(part: Any) -> tuple[str | None, dict[str, Any]]:
         return f"{name} {digest}", _enclosed(part) | _list_globals(part)
     if hasattr(part, "__wrapped__"):  # by `jit`
         return None, {"wrapped": inspect.unwrap(part)}
-    state = vars(part) if part is not kind and hasattr(part, "__dict__") else {}
+    kind: Any = part if isinstance(part, type) else type(part)
+    state = {} if kind is part else getattr(part, "__dict__", {})
     inner = state | _list_methods(kind) if kind.__module__.partition(".")[0] not in OURS else {}
     return f"{kind.__module__}.{kind.__qualname__}", inner
 
