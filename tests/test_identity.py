@@ -12,8 +12,11 @@ from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.runs import session
 from fedjax_cfl.runs.results import read_metrics, read_summary
+from fedjax_cfl.runs.resume import describe_end
 from fedjax_cfl.runs.settings import digest_data, digest_identity, run_identity
 from fedjax_cfl.simulation.callback import Callback
+
+OURS = "fedjax_cfl.algorithms.ifca"
 
 LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
 OWN = f"dataset=npz dataset.source.path=own.npz partition=by_user {LINE}"
@@ -163,3 +166,10 @@ def test_names_are_part_of_the_digest(toy_pool):
     clients = [held._replace(client_names=tuple(range(first, first + 14))) for first in (1, 2)]
     data = [federate(toy_pool, held), *named, *(federate(toy_pool, each) for each in clients)]
     assert len({digest_data(each) for each in data}) == len(data) == 6
+
+
+def test_a_finished_run_says_whose_edits_are_not_seen():
+    parts = {"model": {"module": {"_target_": "my_models.Tiny"}}, "algorithm": {"_target_": OURS}}
+    said = describe_end(SimpleNamespace(everything=parts), 3)
+    assert "finished after 3 rounds (edits of my_models.Tiny since then are not seen); " in said
+    assert "edits" not in describe_end(SimpleNamespace(everything={"_target_": OURS}), 3)
