@@ -98,6 +98,13 @@ def later_passes(data, client, count):
     return passes(derive_key(jax.random.key(0), TRAIN, ROUNDS), data, client, count)
 
 
+def test_a_client_adapts_by_one_plain_step(local):
+    """w - alpha grad F_k(w), whatever the steps of training have."""
+    own = {"momentum": 0.5, "weight_decay": 0.1, "fill_batches": True, "schedule": lambda _: 0.5}
+    found = per_fedavg(alpha=ALPHA).adapt(local.replace(**own))
+    assert found == local.replace(lr=ALPHA, steps=1) and found.schedule is None
+
+
 @pytest.mark.parametrize(
     ("m", "width", "second_order"), [nightly(1, 1, False), (1, 1, True), nightly(2, 4, False)]
 )
