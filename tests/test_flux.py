@@ -189,6 +189,8 @@ def test_the_knee_by_hand():
     np.testing.assert_allclose(some, 3.5, rtol=1e-5)
     three = find_eps(jnp.asarray(apart), np.arange(10) < 3)
     np.testing.assert_allclose(three, 20.0)
+    four = find_eps(jnp.asarray(apart), np.arange(10) < 4)  # 1, 1, 1.2, 1.2
+    np.testing.assert_allclose(four, 1.0, rtol=1e-5)
     even = np.arange(5.0)
     same = at_once(find_eps, jnp.abs(even[:, None] - even), np.ones(5, bool))
     np.testing.assert_allclose(same, 1.0)
