@@ -174,7 +174,6 @@ def test_groups_keep_the_numbers_of_most_clients():
         assert found[known].tolist() == np.repeat([2, 0, 1], [3, 2, 3])[known].tolist()
 
 
-@pytest.mark.nightly
 def test_directions_count_by_what_lies_in_them_and_only_known_clients_do():
     """One group sends twice as much as the other; across lies noise that both share. Six clients
     that are not known, one of whom had a group, would be a cluster of their own.
