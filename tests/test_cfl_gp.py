@@ -182,6 +182,10 @@ def test_directions_count_by_what_lies_in_them_and_only_known_clients_do():
     known, old = np.arange(10) < 4, jnp.array([1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
     found = np.asarray(find_groups(KEY, jnp.asarray(points @ points.T), known, old, 2, 10))
     assert found[:4].tolist() == [1, 1, 0, 0]
+    # what all share is long, and is no more than what it is beside what parts them
+    points = np.array([[11.5, 2], [8.5, 2], [11.5, -2], [8.5, -2]] + [[0, 0]] * 6)
+    found = np.asarray(find_groups(KEY, jnp.asarray(points @ points.T), known, old, 2, 10))
+    assert found[:4].tolist() == [1, 1, 0, 0]
 
 
 @pytest.fixture(scope="module")
