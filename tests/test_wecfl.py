@@ -3,6 +3,7 @@ cases; planted groups; the bill.
 """
 
 import chex
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -163,3 +164,15 @@ def test_new_clients_are_refused(linear, local):
 
     one_line("no rule for new clients", check_rule, make, planted(), KEY, 3)
     one_line("algorithm.m=0", wecfl, linear, local, COHORT, m=0)
+
+
+def test_the_distance_is_the_one_that_is_named(toy, local):
+    class Headless(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(4, name="last")(x)
+
+    task = cfl.as_task(Headless(), toy.x.shape[1:], 4)
+    given = {"m": 2, "distance": "last_layer"}
+    one_line("the model has no dense layer named head", wecfl, task, local,
+             cfl.select.uniform(3), **given)  # fmt: skip
