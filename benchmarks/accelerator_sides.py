@@ -23,8 +23,7 @@ from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.sharding import replicate
 from fedjax_cfl.simulation import memory, program
 from fedjax_cfl.simulation.compiler import compiler_options
-from fedjax_cfl.simulation.rounds import Plan, make_functions
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup, make_functions
 from fedjax_cfl.simulation.width import choose_width
 
 BLOCK, QUICK_BLOCK = 10, 1  # rounds in one program
@@ -75,7 +74,7 @@ def prepare(cell: Cell, block: int, width: int | None = None) -> tuple:
     )
     key, setup = replicate(jax.random.key(0), mesh), Setup(algorithm, task, data, no_drift(), mesh)
     programs, shapes = {}, None
-    for name, traced in program.trace_programs(functions, setup, ({}, key), feed):
+    for name, traced in program.trace_programs(program.Source(functions, setup, ({}, key), feed)):
         if name == "test":
             break
         lowered = traced.lower()

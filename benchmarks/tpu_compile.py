@@ -49,8 +49,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.sharding import replicated_shapes
 from fedjax_cfl.simulation import memory, program, vectorize
 from fedjax_cfl.simulation.compiler import compiler_options
-from fedjax_cfl.simulation.rounds import Plan, make_functions
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup, make_functions
 
 RESULTS = Path(__file__).resolve().parent / "results" / "tpu_compile"
 METHODS = sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml"))
@@ -180,7 +179,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         number = jax.ShapeDtypeStruct((), jnp.float32, sharding=key.sharding)
         given = dict.fromkeys(values, number), key
     slots = -(-config["clients_per_round"] // mesh.size) * mesh.size
-    found = program.trace_programs(functions, setup, given, feed)
+    found = program.trace_programs(program.Source(functions, setup, given, feed))
     programs = ((name, traced.lower()) for name, traced in found)
     members = 4 if setting.grid else 1
     return Lowered(programs, data, drift, algorithm, task, slots, members, mesh.size)

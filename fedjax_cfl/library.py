@@ -33,8 +33,7 @@ from fedjax_cfl.simulation import driver
 from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.program import Inputs, check_data, hold_numbers
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.simulation.width import choose_width
 from fedjax_cfl.system.select import full_participation, uniform
 from fedjax_cfl.system.system import SystemLike

@@ -41,6 +41,11 @@ class Round(NamedTuple):
         """The group of each slot, [S] int32 from 0 to m - 1."""
         return self.work.group
 
+    @property
+    def real(self) -> jax.Array:
+        """Which slots have a client, [S] bool."""
+        return self.cohort.ids < self.data.num_clients
+
 
 class Start(NamedTuple):
     """What a method starts with."""

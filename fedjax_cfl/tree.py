@@ -27,6 +27,11 @@ def take_rows(tree: Any, rows: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[rows], tree)
 
 
+def zero_rows(count: int, row: Any) -> Any:
+    """Returns zeros [count, ...] in rows like each array of `row`, or its shape and type."""
+    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), row)
+
+
 def put_part(model: Params, part: Params) -> Params:
     """Returns a model with the leaves of `part`, a part of it, in their places."""
     return unflatten_dict({**flatten_dict(model), **flatten_dict(part)})

@@ -40,8 +40,7 @@ from fedjax_cfl.personal import fine_tune, per_fedavg
 from fedjax_cfl.runs.callbacks import copy_present_models
 from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.evaluate import evaluate_all, used_models
-from fedjax_cfl.simulation.rounds import init_data_state
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Setup, init_data_state
 from fedjax_cfl.system import select
 
 COHORT, ROUNDS, ALPHA, CLIENTS = 6, 3, 0.3, len(SIZES)

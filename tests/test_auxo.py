@@ -81,13 +81,13 @@ def test_scores_equal_their_twin(case, several):
     clear[:2] |= case in ("both", "one")
     side[clear, rng.integers(2, size=clear.sum()) if case == "both" else 1] += 1
     score[:2] = 3
-    fit = auxo.Fit(*map(jnp.asarray, (member, known, side, score)))
     key, first = jax.random.key(0), case == "first"
+    fit = auxo.Fit(*map(jnp.asarray, (member, known, side, score, first, several)))
     rows = member & known if several else member
     centered = signature - signature[member].mean(0)
     unit = centered / np.linalg.norm(centered, axis=1, keepdims=True)
     labels = halves(key, unit.astype("f4"), rows.astype("f4"))
-    found = score_group(key, jnp.asarray(signature), fit, jnp.array(first), jnp.array(several))
+    found = score_group(key, jnp.asarray(signature), fit)
     wanted = twin_score(signature, fit, np.asarray(labels), first, several)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)

@@ -254,8 +254,8 @@ def test_ablations(drifting, linear, local):
         for name, settings in {
             "always": {"trigger": "always"},
             "never": {"trigger": "never"},
-            "static": {"hear": "nobody"},
-            "cohort": {"hear": "cohort"},
+            "static": {"reporters": "none"},
+            "cohort": {"reporters": "cohort"},
         }.items()
     }
     assert fired["always"] == [0, 1, 0]

@@ -25,7 +25,7 @@ from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.data.federated import train_label_shares
 from fedjax_cfl.keys import REGROUP, derive_keys
 from fedjax_cfl.method import Round
-from fedjax_cfl.simulation.metrics import ari
+from fedjax_cfl.simulation.evaluate import ari
 from fedjax_cfl.system.reports import count_bytes
 from fedjax_cfl.system.select import full_participation, uniform
 

@@ -7,14 +7,14 @@ import pytest
 from conftest import at_once
 from sklearn.metrics import adjusted_rand_score, f1_score
 
-from fedjax_cfl.simulation import metrics
+from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.tasks import classification, sums
 from fedjax_cfl.tasks.targets import Predictions
 
 CLIENTS, CLASSES = 25, 5
 PER_CLIENT = jax.jit(classification.measure, static_argnums=(1, 2))
 SUMMARISE = jax.jit(classification.summarize)
-ARI = jax.jit(metrics.ari)
+ARI = jax.jit(evaluate.ari)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def summary(*measured):
 
 def rand_index(a, b, valid):
     """Returns the adjusted Rand index, computed by a program of JAX and by NumPy alike."""
-    plain = metrics.ari(np.asarray(a), np.asarray(b), np.asarray(valid))
+    plain = evaluate.ari(np.asarray(a), np.asarray(b), np.asarray(valid))
     np.testing.assert_allclose(
         ARI(jnp.asarray(a), jnp.asarray(b), jnp.asarray(valid)), plain, atol=1e-6
     )
@@ -160,8 +160,8 @@ def test_ari_is_right_for_a_million_clients(clients, agreement):
     expected = adjusted_rand_score(a, b)
     assert expected < 0.6
     everybody = np.ones(clients, bool)
-    np.testing.assert_allclose(metrics.ari(a, b, everybody), expected, atol=1e-9)
-    both = jax.jit(jax.vmap(metrics.ari))(*map(jnp.asarray, ([a, b], [b, b], [everybody] * 2)))
+    np.testing.assert_allclose(evaluate.ari(a, b, everybody), expected, atol=1e-9)
+    both = jax.jit(jax.vmap(evaluate.ari))(*map(jnp.asarray, ([a, b], [b, b], [everybody] * 2)))
     np.testing.assert_allclose(both, [expected, 1], atol=1e-6)
 
 

@@ -17,8 +17,7 @@ from fedjax_cfl.runs.results import read_metrics
 from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.driver import drive
 from fedjax_cfl.simulation.program import compile_run
-from fedjax_cfl.simulation.rounds import Plan, state_shapes
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup, state_shapes
 
 QUICK = {"rounds": 5, "eval_every": 2, "discard": "none"}
 

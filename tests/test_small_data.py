@@ -23,8 +23,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import read_clients
 from fedjax_cfl.simulation.compiler import JAX_SETTINGS, check_jax_settings
 from fedjax_cfl.simulation.program import compile_run
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 
 
 @pytest.fixture

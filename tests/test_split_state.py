@@ -30,8 +30,7 @@ from fedjax_cfl.sharding import (
 from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.driver import drive
 from fedjax_cfl.simulation.program import compile_run
-from fedjax_cfl.simulation.rounds import Plan, state_shapes
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup, state_shapes
 
 KEY, PLAN = jax.random.key(3), Plan(rounds=3)
 METHODS = {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
-from fedjax_cfl.algorithms.fielding.fielding import DriftRule, all_report, fielding, follow_drift
+from fedjax_cfl.algorithms.fielding.fielding import DriftRule, fielding, follow_drift
 from fedjax_cfl.algorithms.fielding.represent import label_shares
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
@@ -88,7 +88,7 @@ def time_event(clients: int, classes: int, trigger: Trigger, seed: int) -> tuple
     before, data = (make_clients(clients, classes, drift, seed) for drift in (False, True))
     key, local = jax.random.key(seed), Local(0.1, 1, 10, execution=make_execution(make_mesh(1)))
     task = as_task(MCLR(classes), (1,), classes)
-    rule = DriftRule(by_silhouette(), trigger, 0.0, all_report)
+    rule = DriftRule(by_silhouette(), trigger, 0.0, "all")
     method = fielding(task, local, uniform(1), m=MOST_GROUPS, trigger=trigger)
     state = jax.jit(method.init)(key, before)
     event = jax.jit(follow_drift(label_shares(task, local), rule))

@@ -73,10 +73,8 @@ def start_still(groups: Params, data: FederatedData) -> Movement:
 
 def scale_steps(r: Round) -> tuple[Work, Report]:
     """Gives the cohort the server's step size (a `PrepareFn`)."""
-    work = r.work
-    real = r.cohort.ids < r.data.num_clients
-    work = work._replace(lr_scale=work.lr_scale * r.state.memory.scale)
-    return work, make_report(make_bill(words_down=real))
+    work = r.work._replace(lr_scale=r.work.lr_scale * r.state.memory.scale)
+    return work, make_report(make_bill(words_down=r.real))
 
 
 def follow_model(beta: float, harmonic: bool) -> FinishFn:

@@ -63,12 +63,14 @@ class Cuts(struct.PyTreeNode):
 
 
 class Fit(NamedTuple):
-    """What the clients of one group did in a round, all [S]."""
+    """What the clients of one group did in a round, each [S]."""
 
     member: jax.Array  # bool
     known: jax.Array  # bool, have trained here before and belong here
     side: jax.Array  # [S, 2], sides so far
     score: jax.Array
+    first: jax.Array  # [] bool, no side has been named since the last cut
+    several: jax.Array  # [] bool, there is more than one group
 
 
 # (scores, cuts, sizes [m], active [m]) -> [m] bool, the groups to cut
@@ -222,9 +224,7 @@ def last_tenth(delta: Params) -> jax.Array:
     return jnp.concatenate(taken[::-1], axis=1)
 
 
-def name_sides(
-    key: Key, unit: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
-) -> jax.Array:
+def name_sides(key: Key, unit: jax.Array, fit: Fit) -> jax.Array:
     """Returns the side [S] int32 of each client, -1 where none is named.
 
     At the first time in a group, 2-means of the unit vectors [S, p] names them. Later a
@@ -232,10 +232,9 @@ def name_sides(
     one; where all have the same, only the nearest quarter to the first of them.
 
     Args: `key` draws the first centers of 2-means; `unit` [S, p] are unit vectors of the
-    updates, centered in the group; `fit` is what the group's clients did; `first` [] bool: no
-    side has been named since the last cut; `several` [] bool: there is more than one group.
+    updates, centered in the group.
     """
-    rows = jnp.where(several, fit.member & fit.known, fit.member)
+    rows = jnp.where(fit.several, fit.member & fit.known, fit.member)
     labels = kmeans(key, unit, 2, restarts=RESTARTS, weight=rows.astype(jnp.float32)).labels
     fresh = jnp.where(rows & (rows.sum() >= 2), labels, -1)
 
@@ -251,23 +250,19 @@ def name_sides(
     close = jnp.argsort(jnp.argsort(far)) < fit.member.sum() // 4
     of_leader = jnp.where(named | (close & jnp.isfinite(far)), prefer[leader], -1)
     later = jnp.where(both, of_neighbour, jnp.where(jnp.any(named), of_leader, -1))
-    return jnp.where(fit.member, jnp.where(first, fresh, later), -1).astype(jnp.int32)
+    return jnp.where(fit.member, jnp.where(fit.first, fresh, later), -1).astype(jnp.int32)
 
 
-def score_group(
-    key: Key, signature: jax.Array, fit: Fit, first: jax.Array, several: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (side [S, 2], score [S]) of the clients of one group after a round.
-
-    Args: `signature` [S, p] are the parts of the updates that are compared, see `last_tenth`;
-    the others are those of `name_sides`.
+def score_group(key: Key, signature: jax.Array, fit: Fit) -> tuple[jax.Array, jax.Array]:
+    """Returns (side [S, 2], score [S]) of the clients of one group after a round. `signature` [S,
+    p] are the parts of the updates that are compared, see `last_tenth`.
     """
     size = fit.member.sum()
     present = fit.member.astype(jnp.float32)
     centered = signature - present @ signature / jnp.maximum(size, 1)
     norm = jnp.sqrt(jnp.sum(jnp.square(centered), axis=1, keepdims=True))
     unit = jnp.where(norm > 0, centered / jnp.where(norm > 0, norm, 1), 0)
-    named = name_sides(key, unit, fit, first, several)
+    named = name_sides(key, unit, fit)
     sign = jnp.where(named[:, None] == jnp.arange(2), 1.0, -1.0)
     side = fit.side + jnp.where((named >= 0)[:, None], sign, 0.0)
 
@@ -278,7 +273,7 @@ def score_group(
     spread = jnp.sqrt(jnp.sum(present * jnp.square(distance - mean)) / jnp.maximum(size, 1))
     scale = jnp.maximum(mean + spread, 1e-12)
     reward = REWARD * (1 - distance / scale) * known.sum() / jnp.maximum(size, 1)
-    reward = jnp.where(fit.member & several & (known.sum() >= 2), reward, 0.0)
+    reward = jnp.where(fit.member & fit.several & (known.sum() >= 2), reward, 0.0)
     score = fit.score + reward
     side = jnp.where((reward < 0)[:, None], score[:, None] / 2, side)
     enough = size >= LEAST_CLIENTS
@@ -299,16 +294,15 @@ def score_groups(
 
     Args: `kept` has the scores and cuts so far; `clients` [S] int32 are the rows of the slots'
     clients; `sent` [S] bool says whose update counts; `gid` [S] int32 is the group of each slot;
-    `signature` [S, p] and `several` [] are those of `score_group`.
+    `signature` [S, p] and `several` [] are as in `score_group`.
     """
-
     scores, cuts = kept
 
     def of_group(k):
         count, score = scores.count[clients, k], scores.group[clients, k]
-        fit = Fit(sent & (gid == k), (count > 0) & (score > 1), scores.side[clients, k], score)
-        first = ~cuts.cut_seen[k]
-        side, score = score_group(jax.random.fold_in(key, k), signature, fit, first, several)
+        member, known, first = sent & (gid == k), (count > 0) & (score > 1), ~cuts.cut_seen[k]
+        fit = Fit(member, known, scores.side[clients, k], score, first, several)
+        side, score = score_group(jax.random.fold_in(key, k), signature, fit)
         named = first & jnp.any(fit.member[:, None] & (side != fit.side))
         return side, score, named, fit.member
 

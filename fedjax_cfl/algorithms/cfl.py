@@ -35,7 +35,14 @@ from fedjax_cfl.sharding import flatten_updates, put_models
 from fedjax_cfl.system.reports import add_bills, add_fault_counts, make_bill, make_report
 from fedjax_cfl.system.select import current_groups
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.tree import group_mean, membership_weights, squared_norms, take_rows, where_rows
+from fedjax_cfl.tree import (
+    group_mean,
+    membership_weights,
+    squared_norms,
+    take_rows,
+    where_rows,
+    zero_rows,
+)
 from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task
 from fedjax_cfl.validation import Fraction, NaturalInt, NonNegativeFloat, PositiveInt, checked, pick
 
@@ -121,9 +128,7 @@ def init_rows(stale_updates: bool, groups: Params, data: FederatedData) -> dict[
     clients = data.num_clients
     rows: dict[str, Any] = {LAST_SPLIT: jnp.zeros(clients, jnp.int32)}
     if stale_updates:
-        rows[LAST_UPDATE] = jax.tree.map(
-            lambda leaf: jnp.zeros((clients, *leaf.shape[1:]), leaf.dtype), groups
-        )
+        rows[LAST_UPDATE] = zero_rows(clients, take_rows(groups, 0))
         rows[KNOWN] = jnp.zeros(clients, bool)
     return rows
 
@@ -139,7 +144,7 @@ def descend_splits(train: TrainFn) -> AssignFn:
     def assign(r: Round) -> tuple[jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
         tree, clients = state.memory, jnp.minimum(cohort.ids, data.num_clients - 1)
-        real, passed = cohort.ids < data.num_clients, state.rows[LAST_SPLIT][clients]
+        real, passed = r.real, state.rows[LAST_SPLIT][clients]
         nothing = make_report(make_bill(jnp.zeros_like(clients)))
 
         def cut(h, carry):

@@ -24,7 +24,7 @@ from jax import lax
 from fedjax_cfl.algorithms.fesem.matching import solve_assignment
 from fedjax_cfl.algorithms.fielding.represent import project
 from fedjax_cfl.algorithms.fl_hc import join_nearest_direction
-from fedjax_cfl.client.local import Local, Work, count_steps
+from fedjax_cfl.client.local import Local, count_steps
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.clustering.assign import TrainFn, ask_newcomers, train_without_recording
 from fedjax_cfl.clustering.distances import as_rows, euclidean, gram
@@ -33,13 +33,13 @@ from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import AggregateFn, Method, PrepareFn, RegroupFn, Round
 from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import common_model
+from fedjax_cfl.round.start import charge, common_model
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_bill, make_report
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.types import Algorithm, Bill, Cohort, FederatedData, Key, Params, State, Task
 from fedjax_cfl.validation import NaturalInt, PositiveInt, checked, pick
 
 # rows of clients: running means [K, m, ...] of updates by criterion, 0 where there are none; and
@@ -144,18 +144,15 @@ def charge_criterion(local: Local, plan: Plan, project_to: int | None) -> Prepar
     nothing more.
     """
 
-    def prepare(r: Round) -> tuple[Work, Report]:
-        state = r.state
-        size = r.cohort.take(r.data.train.size)
-        other = (r.cohort.ids < r.data.num_clients) & (size > 0) & plan.is_due(state.round)
-        other &= r.work.group != plan.criterion(state.round)
+    def bill(r: Round) -> Bill:
+        state, size = r.state, r.cohort.take(r.data.train.size)
+        other = r.real & (size > 0) & plan.is_due(state.round)
+        other &= r.group != plan.criterion(state.round)
         words = project_to or sum(part[0].size for part in as_rows(state.groups))
         samples = TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
-        return r.work, make_report(
-            make_bill(units_down=other, words_up=other * words, samples=other * samples)
-        )
+        return make_bill(other, words_up=other * words, samples=other * samples)
 
-    return prepare
+    return charge(bill)
 
 
 def partition_updates(

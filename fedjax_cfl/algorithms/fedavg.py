@@ -7,16 +7,16 @@ Clients train one global model on their own data; the server averages their upda
 import jax.numpy as jnp
 
 from fedjax_cfl.client.cohort import client_range
-from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import gradient_step, sgd
 from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import no_clients
+from fedjax_cfl.round.start import charge, no_clients
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
-from fedjax_cfl.system.reports import make_bill, make_report
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Report, Task
+from fedjax_cfl.types import Algorithm, Bill, Task
 from fedjax_cfl.validation import checked, pick
 
 
@@ -50,8 +50,8 @@ def charge_full_gradient(local: Local) -> PrepareFn:
     clock takes its one step.
     """
 
-    def prepare(r: Round) -> tuple[Work, Report]:
+    def bill(r: Round) -> Bill:
         more = jnp.maximum(client_range(r.cohort.ids, r.data)[0] - local.batch_size, 0)
-        return r.work, make_report(make_bill(samples=TRAIN_TO_INFERENCE * more))
+        return make_bill(samples=TRAIN_TO_INFERENCE * more)
 
-    return prepare
+    return charge(bill)

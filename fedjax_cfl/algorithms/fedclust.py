@@ -18,12 +18,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
-from fedjax_cfl.client.cohort import ClientFn, over_clients
-from fedjax_cfl.client.executor import Program, map_result
+from fedjax_cfl.client.cohort import over_clients
 from fedjax_cfl.client.local import Local, count_steps, full_work
-from fedjax_cfl.client.sgd import as_pytree, sgd
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
 from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.hierarchical import agglomerate_values, largest_gap
@@ -32,7 +30,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import flatten_tree
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Task, Upload, Work
+from fedjax_cfl.types import Algorithm, Task, Upload
 from fedjax_cfl.validation import Epochs, NonNegativeFloat, PositiveInt, checked
 
 
@@ -77,8 +75,11 @@ def measure_moves(task: Task, local: Local, layers: str) -> Measure:
     """Measures how far clients move the `layers` of the first model, of which distances are those
     of the layers that they send. `local` is how they train it.
     """
-    move = Partial(partial(move_layers, layers), as_pytree(sgd(task, local)))
-    each = over_clients(move, local.execution)
+
+    def take_move(c: ClientInputs, model: None, upload: Upload) -> jax.Array:
+        return flatten_tree(upload.delta if layers == "all" else upload.delta["head"])
+
+    each = over_clients(change_training(sgd(task, local), take_move), local.execution)
 
     def ask(q: Question) -> jax.Array:
         return each(q.cohort, q.data, (q.key, q.models), full_work(jnp.zeros_like(q.cohort.ids)))
@@ -87,22 +88,3 @@ def measure_moves(task: Task, local: Local, layers: str) -> Measure:
         return TRAIN_TO_INFERENCE * local.batch_size * count_steps(local, size)
 
     return Measure(ask, lambda groups: 1, trained, of_groups=False)
-
-
-def move_layers(
-    layers: str,
-    solve: ClientFn,
-    client: jax.Array,
-    data: FederatedData,
-    shared: tuple[Key, Params],
-    work: Work,
-) -> Program:
-    """Returns the program of one client that trains by `solve`; its result is the move [p] of its
-    `layers` (a `ClientFn` but for that).
-    """
-
-    def keep(upload: Upload) -> jax.Array:
-        moved = upload.delta if layers == "all" else upload.delta["head"]
-        return flatten_tree(moved)
-
-    return map_result(solve(client, data, shared, work), keep)

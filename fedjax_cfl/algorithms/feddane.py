@@ -80,7 +80,7 @@ def gradient_correction(task: Task, local: Local, select: Selection | None) -> P
         correction = jax.tree.map(
             lambda own, mean: jnp.where(mass[0] > 0, (own - mean) / local.lr, 0.0), own.delta, mean
         )
-        real, samples = cohort.ids < data.num_clients, client_range(cohort.ids, data)[0]
+        real, samples = r.real, client_range(cohort.ids, data)[0]
         models = real * (1 if select is None else 2)
         sent = make_bill(models, units_up=real, samples=TRAIN_TO_INFERENCE * samples)
         # the gradients of the first phase arrive

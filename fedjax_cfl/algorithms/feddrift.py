@@ -13,6 +13,7 @@ least recently; where there is none, the client stays with its best model.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -128,13 +129,15 @@ def feddrift(
         )
     open_models = open_one if eager else open_each
     merge = None if eager else merge_models(delta if delta_merge is None else delta_merge)
+    losses = losses_of_all(task, local)
+    change = partial(change_models, losses, delta, open_models, merge)
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=one_active_group(task, m, joined=True),
         takes_newcomers=False,
         memory=lambda groups, data: Changes(jnp.zeros(m, jnp.int32), jnp.zeros((), jnp.int32)),
         client_rows=init_losses,
-        migrate=detect_drift(losses_of_all(task, local), delta, open_models, merge),
+        migrate=detect_drift(change),
         assign=keep_groups,
         aggregate=weighted_mean,
         finish=remember_losses,
@@ -221,10 +224,8 @@ def merge_models(limit: float) -> MergeFn:
     return merge
 
 
-def detect_drift(
-    losses: LossesFn, delta: float, open_models: SpawnFn, merge: MergeFn | None
-) -> MigrateFn:
-    """Handles a change of data: clients choose, open and merge models before the round.
+def detect_drift(change: Callable[[State, FederatedData], tuple[State, Report]]) -> MigrateFn:
+    """Handles a change of data: clients choose, open and merge models by `change` before the round.
 
     Every client downloads all models in use and sends one loss of each.
     """
@@ -236,7 +237,7 @@ def detect_drift(
         nothing = report_losses(jnp.zeros(data.num_clients, jnp.int32), data)
         return lax.cond(
             jnp.any(data.shifted),
-            lambda state: change_models(losses, delta, open_models, merge, state, data),
+            lambda state: change(state, data),
             lambda state: (state, nothing),
             r.state,
         )
@@ -252,9 +253,8 @@ def change_models(
     state: State,
     data: FederatedData,
 ) -> tuple[State, Report]:
-    """Lets clients choose, open and merge models, once the data have changed.
-
-    Args: the first four are those of `detect_drift`; `state` and `data` are those of the round.
+    """Lets clients choose by `losses`, open and merge models, once the data have changed; `delta`
+    is as in `feddrift`.
     """
     kept, before, old, m = state.rows[LOSSES], state.memory, state.assignment, state.active.size
     tried = jnp.where(state.active, losses(data, state.groups), jnp.inf)

@@ -23,11 +23,11 @@ from flax import struct
 from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients
-from fedjax_cfl.client.executor import Loop, Program, map_result
+from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Training, Work
 from fedjax_cfl.client.mixture import mean_responsibility, share_samples
 from fedjax_cfl.client.objective import erm
-from fedjax_cfl.client.sgd import LocalSGD, as_pytree, train_from
+from fedjax_cfl.client.sgd import ClientInputs, LocalSGD, as_pytree, change_training
 from fedjax_cfl.client.steps import direct_loop, no_velocity
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.errors import InputError
@@ -37,7 +37,16 @@ from fedjax_cfl.round.start import keep_groups, no_clients, random_groups
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import group_mean, group_sum, take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, ServedModels, State, Task
+from fedjax_cfl.types import (
+    Algorithm,
+    FederatedData,
+    Params,
+    Report,
+    ServedModels,
+    State,
+    Task,
+    Upload,
+)
 from fedjax_cfl.validation import PositiveInt, checked
 
 NO_STEP = 2**32 - 1  # a number that no step has, for keys
@@ -167,7 +176,7 @@ def expect(task: Task, local: Local, m: int) -> PrepareFn:
         weights = cohort.take(r.state.rows[MIXTURE].weights)
         found = estep(cohort, data, (r.state.groups, shares), weights)
         share = size / jnp.maximum(jnp.sum(data.train.size), 1)
-        real = (cohort.ids < data.num_clients).astype(jnp.int32)
+        real = r.real.astype(jnp.int32)
         models, words = real * (m - 1), real * m * data.num_classes * (shares is not None)
         sent = make_bill(models, models, words, words, samples=m * size)
         work = work._replace(client_extra=Expected(found.each, found.by_label, share))
@@ -196,15 +205,13 @@ def train_components(task: Task, local: Local, m: int) -> ClientFn:
     in_turn = LocalSGD(local, partial(one_after_another, plain))
     train = Partial(in_turn, (), as_pytree(reported), local.lr)
 
-    def solve(train, client, data, shared, work: Work) -> Program:
-        (key, models), found = shared, work.client_extra
-        weighted = work._replace(client_extra=found.parts)
-        return map_result(
-            train_from(models, train, client, data, key, weighted),
-            lambda upload: upload.replace(steps=m * upload.steps, extra=found.by_label),
-        )
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
+        return c.models, c.work._replace(client_extra=c.work.client_extra.parts)
 
-    return Partial(solve, train)
+    def send(c: ClientInputs, models: Params, upload: Upload) -> Upload:
+        return upload.replace(steps=m * upload.steps, extra=c.work.client_extra.by_label)
+
+    return change_training(train, send, begin)
 
 
 def one_after_another(objective: Any, training: Training, data: FederatedData) -> Loop:

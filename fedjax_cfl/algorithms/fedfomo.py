@@ -12,6 +12,7 @@ none held out goes on from its own model.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -19,14 +20,13 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 from jax.sharding import Mesh
-from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.nonfed import measure_alone
 from fedjax_cfl.client.cohort import ClientFn, client_range, over_clients, reads_in_place
-from fedjax_cfl.client.executor import Program, map_result
+from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import training_loss
-from fedjax_cfl.client.sgd import sgd, train_from
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
 from fedjax_cfl.method import FinishFn, Method, PrepareFn, Round
 from fedjax_cfl.round.aggregate import zero_step
 from fedjax_cfl.round.client_rows import refuse_layers
@@ -87,14 +87,9 @@ def l2_norm(tree: Params) -> jax.Array:
     return jnp.sqrt(l1_norm(jax.tree.map(jnp.square, tree)))
 
 
-def serve_mixed(state: State) -> ServedModels:
-    """Serves each client its model from before its last local training."""
-    return ServedModels(state.rows[MIXED], jnp.arange(state.assignment.size, dtype=jnp.int32))
-
-
-def serve_trained(state: State) -> ServedModels:
-    """Serves each client its model after its last local training."""
-    return ServedModels(state.rows[TRAINED], jnp.arange(state.assignment.size, dtype=jnp.int32))
+def serve_rows(name: str, state: State) -> ServedModels:
+    """Serves each client its model of the row `name`."""
+    return ServedModels(state.rows[name], jnp.arange(state.assignment.size, dtype=jnp.int32))
 
 
 @checked("algorithm")
@@ -119,7 +114,7 @@ def fedfomo(
     """
     refuse_layers(local)
     measure = pick(norm, L1=l1_norm, L2=l2_norm)
-    serve = pick(test, mixed=serve_mixed, trained=serve_trained)
+    serve = pick(test, **{name: partial(serve_rows, name) for name in (MIXED, TRAINED)})
     method = Method(
         train_from_mixture(sgd(task, local)),
         start=one_active_group(task, 1, joined=True),
@@ -152,20 +147,18 @@ def init_rows(groups: Params, data: FederatedData) -> dict[str, Any]:
     }
 
 
-def train_from_mixture(train: ClientFn) -> ClientFn:
+def train_from_mixture(solve: ClientFn) -> ClientFn:
     """Trains one client from its `Mixture` instead of its group's model, and uploads the
     mixture as well. The delta is relative to that.
     """
 
-    def solve(train, client, data, shared, work: Work) -> Program:
-        mixture, bare = work.client_extra, work._replace(client_extra=())
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
+        return c.work.client_extra.model, c.work._replace(client_extra=())
 
-        def send(upload: Upload) -> Upload:
-            return upload.replace(extra=mixture)
+    def send(c: ClientInputs, model: Params, upload: Upload) -> Upload:
+        return upload.replace(extra=c.work.client_extra)
 
-        return map_result(train_from(mixture.model, train, client, data, shared[0], bare), send)
-
-    return Partial(solve, train)
+    return change_training(solve, send, begin)
 
 
 def remember_mixture(mesh: Mesh | None) -> FinishFn:
@@ -178,12 +171,12 @@ def remember_mixture(mesh: Mesh | None) -> FinishFn:
         rows = jnp.where(answered, cohort.ids, clients)
         total = jnp.abs(mixture.gain.sum(1, keepdims=True))
         share = mixture.gain / jnp.where(total > 0, total, 1.0)
-        judged = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
+        tested = jnp.concatenate([cohort.ids[:, None], mixture.peers], axis=1)
         trained = jax.tree.map(jnp.add, mixture.model, r.upload.delta)
         new = {
             MIXED: put_models(kept[MIXED], rows, mixture.model, mesh),
             TRAINED: put_models(kept[TRAINED], rows, trained, mesh),
-            AFFINITY: kept[AFFINITY].at[rows[:, None], judged].add(share, mode="drop"),
+            AFFINITY: kept[AFFINITY].at[rows[:, None], tested].add(share, mode="drop"),
             PEER: Peer(
                 uploaded=cohort.put(jnp.zeros(clients, bool), True, answered),
                 started=cohort.put(kept[PEER].started, True),

@@ -26,22 +26,20 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from fedjax_cfl.algorithms.fednova import charge_words
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.sgd import add_change, sgd
+from fedjax_cfl.client.sgd import ClientInputs, add_change, change_training, sgd
 from fedjax_cfl.client.steps import Step, StepChange
 from fedjax_cfl.clustering.clustered import clustered
 from fedjax_cfl.clustering.distances import divide, squared_euclidean
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import RegroupFn, Round
-from fedjax_cfl.round.start import one_active_group
+from fedjax_cfl.round.start import charge, one_active_group
 from fedjax_cfl.sharding import on_every_device
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import one_hot, take_rows
 from fedjax_cfl.types import (
@@ -101,11 +99,11 @@ def fedgwc(
         system,
         m=m,
         once=True,
-        solve=Partial(partial(send_losses, steps), solve),
+        solve=send_losses(solve, steps),
         start=one_active_group(task, m, joined=True),
         memory=lambda groups, data: Interactions(jnp.ones(m), jnp.zeros(m, jnp.int32)),
         client_rows=init_weights,
-        prepare=charge_words(steps),
+        prepare=charge(lambda r: make_bill(words_up=steps * r.real)),
         regroup=weigh_and_cut(tolerance, on_every_device(find, local.execution.mesh)),
     )
 
@@ -123,19 +121,19 @@ def record_loss(c: Step, model: Params, losses: jax.Array) -> tuple[Params, jax.
     return c.sgd, losses.at[c.number].set(c.loss / jnp.maximum(c.size, 1))
 
 
-def send_losses(
-    steps: int, solve: ClientFn, client: jax.Array, data: FederatedData, shared: tuple, work: Work
-) -> Program:
-    """Returns the program of `solve` whose client sends the mean loss of each of its mini-batches,
-    -1 for steps that it does not take (a `ClientFn`).
+def send_losses(solve: ClientFn, steps: int) -> ClientFn:
+    """Returns `solve` whose client sends the mean loss of each of its mini-batches, -1 for steps
+    that it does not take.
     """
 
-    def send(upload: Upload) -> Upload:
+    def begin(c: ClientInputs) -> tuple[None, Work]:
+        return None, c.work._replace(rows={**c.work.rows, LOSSES: jnp.full(steps, -1.0)})
+
+    def send(c: ClientInputs, model: None, upload: Upload) -> Upload:
         rows = dict(upload.rows)
         return upload.replace(extra=rows.pop(LOSSES), rows=rows)
 
-    begun = work._replace(rows={**work.rows, LOSSES: jnp.full(steps, -1.0)})
-    return map_result(solve(client, data, shared, begun), send)
+    return change_training(solve, send, begin)
 
 
 def reward(losses: jax.Array, size: jax.Array, member: jax.Array) -> jax.Array:

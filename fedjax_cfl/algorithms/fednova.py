@@ -9,27 +9,23 @@ Differs from the authors' code: clients are weighed by their shares of the cohor
 all clients'; lengths with momentum and a proximal term are those that such steps have.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, map_result
-from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import check_pull, erm, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd
-from fedjax_cfl.method import AggregateFn, Method, PrepareFn, Round
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
+from fedjax_cfl.method import AggregateFn, Method, Round
 from fedjax_cfl.round.aggregate import weighted_mean
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import no_clients
-from fedjax_cfl.system.reports import make_bill, make_report
+from fedjax_cfl.round.start import charge, no_clients
+from fedjax_cfl.system.reports import make_bill
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, group_sum, membership_weights
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, Task, Upload
+from fedjax_cfl.types import Algorithm, Params, Task, Upload
 from fedjax_cfl.validation import BelowOne, NonNegativeFloat, checked
 
 
@@ -54,8 +50,8 @@ def fednova(
     pulled = mu > 0
     solve = sgd(task, local, proximal(mu, erm(task)))
     method = Method(
-        Partial(partial(measure_length, local.momentum), mu, as_pytree(solve), local.lr),
-        prepare=charge_words(jnp.where(pulled, 2, 1)),
+        measure_length(solve, local, mu),
+        prepare=charge(lambda r: make_bill(words_up=jnp.where(pulled, 2, 1) * r.real)),
         aggregate=mean_of_normalized(by_steps=pulled),
         server=optax.sgd(1.0, momentum=server_momentum or None),
         start_clients=no_clients,
@@ -63,28 +59,17 @@ def fednova(
     return federated(task, local, system, method)
 
 
-def measure_length(
-    momentum: float,
-    mu: float | jax.Array,
-    solve: ClientFn,
-    lr: jax.Array,
-    client: jax.Array,
-    data: FederatedData,
-    shared: tuple[Key, Params],
-    work: Work,
-) -> Program:
-    """Returns the program of one client that trains by `solve`, and also sends (length, steps),
-    both [] float32.
-
-    Args: `momentum` and the step size `lr` are those of `Local`; `mu` is as in `fednova`; `solve`
-    trains; the others are those of a `ClientFn`.
+def measure_length(solve: ClientFn, local: Local, mu: float | jax.Array) -> ClientFn:
+    """Returns `solve` whose client also sends (length, steps), both [] float32; `local` and `mu`
+    are those of `fednova`.
     """
+    lr, momentum = local.lr, local.momentum
 
-    def send(upload: Upload) -> Upload:
-        length = find_length(upload.steps, momentum, mu * lr * work.lr_scale)
+    def send(c: ClientInputs, model: None, upload: Upload) -> Upload:
+        length = find_length(upload.steps, momentum, mu * lr * c.work.lr_scale)
         return upload.replace(extra=(length, upload.steps.astype(jnp.float32)))
 
-    return map_result(solve(client, data, shared, work), send)
+    return change_training(solve, send)
 
 
 def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> jax.Array:
@@ -98,16 +83,6 @@ def find_length(steps: jax.Array, momentum: float, pull: jax.Array | float) -> j
         return length + speed, speed
 
     return lax.fori_loop(0, steps, step, (jnp.zeros(()), jnp.zeros(())))[0]
-
-
-def charge_words(count: int | jax.Array) -> PrepareFn:
-    """Reports the words that each client sends with its update."""
-
-    def prepare(r: Round) -> tuple[Work, Report]:
-        real = r.cohort.ids < r.data.num_clients
-        return r.work, make_report(make_bill(words_up=count * real))
-
-    return prepare
 
 
 def mean_of_normalized(by_steps: bool | jax.Array) -> AggregateFn:

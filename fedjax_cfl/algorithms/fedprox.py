@@ -45,9 +45,8 @@ def partial_epochs(drop_fraction: float, epochs: int) -> PrepareFn:
 
     def prepare(r: Round) -> tuple[Work, Report]:
         keys = jax.vmap(lambda client: jax.random.fold_in(r.key, client))(r.cohort.ids)
-        real = r.cohort.ids < r.data.num_clients
-        draws = jnp.where(real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
-        slow = jnp.argsort(jnp.argsort(draws)) < jnp.round(drop_fraction * real.sum())
+        draws = jnp.where(r.real, jax.vmap(jax.random.uniform)(keys), jnp.inf)
+        slow = jnp.argsort(jnp.argsort(draws)) < jnp.round(drop_fraction * r.real.sum())
         again = jax.vmap(lambda key: jax.random.fold_in(key, 1))(keys)
         fewer = jax.vmap(lambda key: jax.random.randint(key, (), 1, max(epochs, 2)))(again)
         return r.work._replace(step_fraction=jnp.where(slow, fewer / epochs, 1.0)), make_report()

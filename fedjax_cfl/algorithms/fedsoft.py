@@ -19,20 +19,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import (
-    SAMPLE_BLOCK,
-    ClientFn,
-    client_range,
-    map_clients,
-    read_block,
-)
-from fedjax_cfl.client.executor import Loop, Program, map_result
+from fedjax_cfl.client.cohort import ClientFn, map_clients, pass_over_samples
+from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
 from fedjax_cfl.method import Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.client_rows import refuse_layers
 from fedjax_cfl.round.engine import federated
@@ -40,7 +33,7 @@ from fedjax_cfl.round.start import keep_groups, random_groups
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_sum, one_hot, take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task, Upload
+from fedjax_cfl.types import Algorithm, FederatedData, Params, Report, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 NAME = "FedSoft"  # of the rows that clients keep
@@ -88,7 +81,7 @@ def fedsoft(
     own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     pulled = proximal(lambda given: given[0], erm(task), center=lambda given: given[1])
     method = Method(
-        Partial(train_own, as_pytree(sgd(task, local, pulled))),
+        train_own(sgd(task, local, pulled)),
         start=random_groups(task, m),
         client_rows=partial(init_shares, m),
         migrate=estimate_shares(task, local, every, sigma),
@@ -113,17 +106,15 @@ def count_best(
     """Returns the program of one client: how many [m] of its training samples have their least
     loss with each of the `models` [m, ...], the first of equals.
     """
-    held = client_range(client, data)
     count = jax.tree.leaves(models)[0].shape[0]
 
-    def block(b: jax.Array, total: jax.Array) -> jax.Array:
-        x, y, owner = read_block(client, data, held, b)
+    def add(total, x, y, owner, number) -> jax.Array:
         logits = jax.vmap(task.predict, (0, None, None))(models, x, owner)
         loss = jax.vmap(task.targets.loss_value, (0, None))(logits, y)
         best = jnp.argmin(jnp.where(jnp.isfinite(loss), loss, jnp.inf), axis=0)
         return total + one_hot(best, count, owner >= 0).sum(0)
 
-    return Loop(-(-held[0] // SAMPLE_BLOCK), jnp.zeros(count), block, lambda total: total)
+    return pass_over_samples(client, data, jnp.zeros(count), add)
 
 
 def estimate_shares(task: Task, local: Local, every: int, sigma: ArrayLike) -> MigrateFn:
@@ -165,33 +156,29 @@ def give_shares(lam: ArrayLike) -> PrepareFn:
         kept, m = cohort.take(state.rows[SHARES]), state.active.size
         is_late = kept.late & ~cohort.take(state.rows[NAME].trained)
         given = Given(kept.shares, lam * kept.shares.sum(1), is_late)
-        lacks = (cohort.ids < r.data.num_clients) & ~kept.asked
+        lacks = r.real & ~kept.asked
         return r.work._replace(client_extra=given), make_report(make_bill(units_down=m * lacks))
 
     return prepare
 
 
-def train_own(
-    solve: ClientFn,
-    client: jax.Array,
-    data: FederatedData,
-    shared: tuple[Key, Params],
-    work: Work,
-) -> Program:
-    """Returns the program that trains one client's own model by `solve`, pulled to the mean of the
-    models by its shares (a `ClientFn`). The update is relative to the model of its group.
+def train_own(solve: ClientFn) -> ClientFn:
+    """Trains one client's own model by `solve`, pulled to the mean of the models by its shares. The
+    update is relative to the model of its group.
     """
-    (key, models), given = shared, work.client_extra
-    mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), models)
-    begin = jax.tree.map(partial(jnp.where, given.is_late), mean, work.rows[NAME])
-    pulled = work._replace(client_extra=(given.pull, mean))
 
-    def relate(upload: Upload) -> Upload:
-        trained = jax.tree.map(jnp.add, begin, upload.delta)
-        delta = jax.tree.map(jnp.subtract, trained, take_rows(models, work.group))
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
+        given = c.work.client_extra
+        mean = group_sum(given.shares / jnp.maximum(given.shares.sum(), 1e-30), c.models)
+        model = jax.tree.map(partial(jnp.where, given.is_late), mean, c.work.rows[NAME])
+        return model, c.work._replace(client_extra=(given.pull, mean))
+
+    def relate(c: ClientInputs, model: Params, upload: Upload) -> Upload:
+        trained = jax.tree.map(jnp.add, model, upload.delta)
+        delta = jax.tree.map(jnp.subtract, trained, c.model)
         return upload.replace(delta=delta, rows={NAME: trained})
 
-    return map_result(train_from(begin, solve, client, data, key, pulled), relate)
+    return change_training(solve, relate, begin)
 
 
 def mean_by_source(r: Round) -> tuple[Params, jax.Array]:

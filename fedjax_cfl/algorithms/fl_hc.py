@@ -166,7 +166,7 @@ def join_nearest_direction(train: TrainFn, metric: MetricFn) -> AssignFn:
     """
 
     def choose(r: Round) -> tuple[jax.Array, Report]:
-        memory, real = r.state.memory, r.cohort.ids < r.data.num_clients
+        memory, real = r.state.memory, r.real
         slots, zeros = real.size, jnp.zeros(real.shape, jnp.int32)
 
         def find_nearest() -> tuple[jax.Array, Report]:

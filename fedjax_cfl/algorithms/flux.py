@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
+from fedjax_cfl.client.cohort import client_range, map_clients, pass_over_samples
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
@@ -36,16 +36,17 @@ from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.decompose import qr
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.method import Method, MigrateFn, PrepareFn, RegroupFn, Round
+from fedjax_cfl.method import Method, MigrateFn, RegroupFn, Round
 from fedjax_cfl.models.task import watch_inputs
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import keep_groups, one_active_group
+from fedjax_cfl.round.start import charge, keep_groups, one_active_group
 from fedjax_cfl.sharding import on_every_device
 from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import group_mean, repeat_first, take_rows
 from fedjax_cfl.types import (
     Algorithm,
+    Bill,
     ClientIndex,
     FederatedData,
     Key,
@@ -54,7 +55,6 @@ from fedjax_cfl.types import (
     ServedModels,
     State,
     Task,
-    Work,
 )
 from fedjax_cfl.validation import NaturalInt, PositiveFloat, PositiveInt, checked
 
@@ -127,7 +127,7 @@ def flux(
         client_rows=lambda groups, data: {PLACED: jnp.full(data.num_clients, -1, jnp.int32)},
         migrate=place_newcomers(describe, newcomers, warm_up),
         assign=keep_groups,
-        prepare=charge_descriptions(warm_up),
+        prepare=charge(partial(bill_descriptions, warm_up)),
         regroup=cluster_descriptions(
             describe, on_every_device(find, local.execution.mesh), warm_up
         ),
@@ -209,14 +209,10 @@ def find_groups(
     return agglomerate(apart, m, "single", valid, eps(apart, valid) if callable(eps) else eps)
 
 
-def charge_descriptions(warm_up: int) -> PrepareFn:
-    """Bills the clients of the clustering round what they infer for their descriptions."""
-
-    def prepare(r: Round) -> tuple[Work, Report]:
-        samples = (r.state.round == warm_up) * client_range(r.cohort.ids, r.data)[0]
-        return r.work, make_report(make_bill(samples=samples))
-
-    return prepare
+def bill_descriptions(warm_up: int, r: Round) -> Bill:
+    """Returns what the clients of the clustering round infer for their descriptions."""
+    samples = (r.state.round == warm_up) * client_range(r.cohort.ids, r.data)[0]
+    return make_bill(samples=samples)
 
 
 def cluster_descriptions(
@@ -306,10 +302,8 @@ def describe_clients(task: Task, local: Local, latent: int | None) -> DescribeFn
 
     def of_client(client, data: FederatedData, shared, work) -> Loop:
         (model, projection), classes = shared, data.num_classes
-        count, first = client_range(client, data)
 
-        def block(b, moments: Moments) -> Moments:
-            x, y, owner = read_block(client, data, (count, first), b)
+        def add(moments: Moments, x, y, owner, number) -> Moments:
             real = owner >= 0
             z = dense_inputs(task, take_rows(model, 0), x, owner)
             z = jnp.matmul(z, projection, precision=lax.Precision.HIGHEST)
@@ -318,7 +312,11 @@ def describe_clients(task: Task, local: Local, latent: int | None) -> DescribeFn
 
         zeros = jnp.zeros((classes + 1, projection.shape[1]))
         nothing = Moments(jnp.zeros(classes + 1), zeros, zeros)
-        return Loop(-(-count // SAMPLE_BLOCK), nothing, block, finish_description)
+
+        def end(moments: Moments, count: jax.Array) -> jax.Array:
+            return finish_description(moments)
+
+        return pass_over_samples(client, data, nothing, add, end)
 
     def describe(model: Params, data: FederatedData, who: jax.Array) -> jax.Array:
         width = count_dense_inputs(task, data)

@@ -9,12 +9,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, map_result
-from fedjax_cfl.client.local import Local, Work
-from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
+from fedjax_cfl.client.local import Local
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
 from fedjax_cfl.method import Method
 from fedjax_cfl.round.aggregate import zero_step
 from fedjax_cfl.round.client_rows import refuse_layers
@@ -57,7 +55,7 @@ def nonfed(
     refuse_layers(local)
     own = Method(name=NAME, rows=lambda model: model, serve=lambda row, model: row)
     method = Method(
-        Partial(train_own, as_pytree(sgd(task, local))),
+        train_own(sgd(task, local)),
         start=one_active_group(task, 1, joined=True),
         takes_newcomers=False,
         aggregate=zero_step,
@@ -87,16 +85,13 @@ def send_nothing(system: System) -> System:
     return system._replace(clock=clock._replace(seconds=seconds))
 
 
-def train_own(
-    solve: ClientFn, client: jax.Array, data: FederatedData, shared: tuple[Key, Params], work: Work
-) -> Program:
-    """Returns the program that trains one client's own model by `solve` (a `ClientFn`)."""
-    own = work.rows[NAME]
+def train_own(solve: ClientFn) -> ClientFn:
+    """Trains one client's own model by `solve`, and keeps it."""
 
-    def keep(upload: Upload) -> Upload:
+    def keep(c: ClientInputs, own: Params, upload: Upload) -> Upload:
         return upload.replace(rows={NAME: jax.tree.map(jnp.add, own, upload.delta)})
 
-    return map_result(train_from(own, solve, client, data, shared[0], work), keep)
+    return change_training(solve, keep, lambda c: (c.work.rows[NAME], c.work))
 
 
 def measure_alone(info: Info) -> Info:

@@ -19,37 +19,24 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.tree_util import Partial
 from jax.typing import ArrayLike
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, map_result, zip_loops
 from fedjax_cfl.client.local import Local, Work
 from fedjax_cfl.client.objective import erm, proximal
-from fedjax_cfl.client.sgd import as_pytree, sgd, train_from
+from fedjax_cfl.client.sgd import ClientInputs, own_local, sgd, train_both
 from fedjax_cfl.clustering.assign import TrainFn, train_without_recording
 from fedjax_cfl.clustering.distances import cosine
 from fedjax_cfl.clustering.hierarchical import agglomerate
 from fedjax_cfl.method import AggregateFn, AssignAndFoundFn, FinishFn, Method, Round
-from fedjax_cfl.personal.layer import own_local
 from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, no_clients, one_active_group
 from fedjax_cfl.sharding import on_every_device, put_models
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-    Upload,
-)
+from fedjax_cfl.tree import group_mean, one_hot, take_rows, where_rows, zero_rows
+from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Params, Report, State, Task, Upload
 from fedjax_cfl.validation import Epochs, FromMinusOne, NonNegativeFloat, PositiveInt, checked, pick
 
 ABSENT = 4.0  # added to the distance of a group that is not compared: more than any other
@@ -90,9 +77,7 @@ def stocfl(
     mean = pick(aggregate, **MEANS)
     aside = local.replace(epochs=epochs, steps=None, personal=None)
     pulled = sgd(task, local, proximal(mu, erm(task), center=lambda common: common))
-    solve = Partial(
-        train_with_common, as_pytree(pulled), as_pytree(sgd(task, own_local(local, None)))
-    )
+    solve = train_with_common(pulled, sgd(task, own_local(local)))
     train = train_without_recording(sgd(task, aside), aside, system)
     method = Method(
         solve,
@@ -117,9 +102,8 @@ def init_common(groups: Params, data: FederatedData) -> Common:
 
 def init_directions(groups: Params, data: FederatedData) -> dict[str, Any]:
     """Returns the rows of clients of which none has sent a first update."""
-    clients = data.num_clients
-    zeros = jax.tree.map(lambda leaf: jnp.zeros((clients, *leaf.shape[1:])), groups)
-    return {DIRECTIONS: zeros, KNOWN: jnp.zeros(clients, bool)}
+    none = jnp.zeros(data.num_clients, bool)
+    return {DIRECTIONS: zero_rows(none.size, take_rows(groups, 0)), KNOWN: none}
 
 
 def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -> AssignAndFoundFn:
@@ -130,7 +114,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
     """
     mesh = local.execution.mesh
 
-    def meet(r: Round) -> tuple[State, jax.Array, Report]:
+    def assign_and_found(r: Round) -> tuple[State, jax.Array, Report]:
         state, data, cohort = r.state, r.data, r.cohort
         known, m = state.rows[KNOWN], state.active.size
         real = cohort.ids < data.num_clients
@@ -162,7 +146,7 @@ def unite_groups(train: TrainFn, local: Local, tau: ArrayLike, represent: str) -
         sent = make_bill(units_down=new, units_up=new)
         return state, gid.astype(jnp.int32), report.replace(early=sent)
 
-    return meet
+    return assign_and_found
 
 
 def average_directions(
@@ -213,41 +197,31 @@ def send_common(r: Round) -> tuple[Work, Report]:
     """Gives each client the common model, and reports that it is sent both ways (a `PrepareFn`).
     That it is trained, the steps of the update say.
     """
-    cohort = r.cohort
-    real = cohort.ids < r.data.num_clients
-    common = copy_model(take_rows(r.state.memory.common, 0), cohort.ids.size)
-    sent = make_bill(units_down=real, units_up=real)
+    common = copy_model(take_rows(r.state.memory.common, 0), r.cohort.ids.size)
+    sent = make_bill(units_down=r.real, units_up=r.real)
     return r.work._replace(client_extra=common), make_report(sent)
 
 
-def train_with_common(
-    solve: ClientFn,
-    plain: ClientFn,
-    client: jax.Array,
-    data: FederatedData,
-    shared: tuple[Key, Params],
-    work: Work,
-) -> Program:
-    """Returns the program that trains one client's group model by `solve` and the common model by
-    `plain`, whose update is `Upload.extra` (a `ClientFn`).
+def train_with_common(solve: ClientFn, plain: ClientFn) -> ClientFn:
+    """Trains one client's group model by `solve` and the common model by `plain`, whose update is
+    `Upload.extra`.
     """
-    bare = work._replace(client_extra=())
-    second = train_from(work.client_extra, plain, client, data, shared[0], bare)
-    assert isinstance(second, Loop)  # it is never one of several, see `own_steps`
 
-    def join(found: tuple[Upload, Upload]) -> Upload:
-        upload, other = found
-        return upload.replace(steps=upload.steps + other.steps, extra=other.delta)
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
+        return c.work.client_extra, c.work._replace(client_extra=())
 
-    return map_result(zip_loops(solve(client, data, shared, work), second), join)
+    def send(c: ClientInputs, upload: Upload, common: Upload) -> Upload:
+        return upload.replace(extra=common.delta)
+
+    return train_both(solve, plain, begin, send)
 
 
 def move_common(aggregate: AggregateFn) -> FinishFn:
     """Moves the common model by the mean of the cohort's updates of it."""
 
     def finish(r: Round) -> State:
-        memory, together = r.state.memory, jnp.zeros_like(r.group)
-        work, upload = r.work._replace(group=together), r.upload.replace(delta=r.upload.extra)
+        memory, one_group = r.state.memory, jnp.zeros_like(r.group)
+        work, upload = r.work._replace(group=one_group), r.upload.replace(delta=r.upload.extra)
         step, _ = aggregate(r._replace(state=r.before, work=work, upload=upload))
         common = jax.tree.map(lambda old, all: old + all[:1], memory.common, step)
         return r.state.replace(memory=memory.replace(common=common))

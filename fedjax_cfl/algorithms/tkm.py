@@ -38,7 +38,7 @@ from fedjax_cfl.system.clock import TRAIN_TO_INFERENCE
 from fedjax_cfl.system.faults import with_faults
 from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, sum_fault_counts
 from fedjax_cfl.system.system import System, SystemLike, as_system
-from fedjax_cfl.tree import drop_statistics, take_rows, where_rows
+from fedjax_cfl.tree import drop_statistics, take_rows, where_rows, zero_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import Epochs, PositiveInt, Trim, checked
 
@@ -104,16 +104,12 @@ def local_erm(
     """
     train = over_clients(with_faults(system.faults, sgd(task, local)), local.execution)
 
-    def learn(
-        key: Key, start: Params, data: FederatedData, draws: Key
-    ) -> tuple[Params, jax.Array, Report]:
+    def learn(key, start, data, draws) -> tuple[Params, jax.Array, Report]:
         cohort = make_cohort(jnp.arange(data.num_clients, dtype=jnp.int32), data, local.execution)
-        work = system.slow_down(draws, cohort, full_work(jnp.zeros_like(cohort.ids)))
+        work = system.apply_stragglers(draws, cohort, full_work(jnp.zeros_like(cohort.ids)))
         seen, perturbation = system.perturb(draws, data)
         upload, counts = train(cohort, seen, ((key, start), perturbation), work)
-        zeros = jax.tree.map(
-            lambda leaf: jnp.zeros((data.num_clients, *leaf.shape[1:]), leaf.dtype), start
-        )
+        zeros = zero_rows(data.num_clients, take_rows(start, 0))
         delta = put_models(zeros, cohort.ids, upload.delta, local.execution.mesh)
         known = cohort.put(jnp.zeros(data.num_clients, bool), upload.weight > 0)
         real = cohort.ids < data.num_clients

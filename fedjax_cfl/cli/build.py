@@ -37,8 +37,7 @@ from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
 from fedjax_cfl.simulation.program import Inputs, Store, check_data, check_without_classes
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of

@@ -27,7 +27,7 @@ from fedjax_cfl.simulation.personalize import (
     finetune_clients,
     next_key,
 )
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Setup
 from fedjax_cfl.tasks.sums import average
 from fedjax_cfl.types import FederatedData, ServedModels, Task
 

@@ -41,7 +41,7 @@ from fedjax_cfl.runs.session import make_console, train_in_dir, write_settings
 from fedjax_cfl.runs.settings import digest_data
 from fedjax_cfl.simulation.compiler import explain_cache, use_compile_cache
 from fedjax_cfl.simulation.program import Store
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Setup
 from fedjax_cfl.simulation.vectorize import NotMapped
 
 STORE = Store()  # of all runs of a sweep, which Hydra runs in one process, one after another

@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.client import executor, lanes
 from fedjax_cfl.client.execution import Execution
-from fedjax_cfl.client.executor import Program
+from fedjax_cfl.client.executor import Loop, Program
 from fedjax_cfl.client.local import Work, full_work
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.sharding import over_devices
@@ -144,16 +144,28 @@ def client_range(client: jax.Array, data: FederatedData) -> tuple[jax.Array, jax
     )
 
 
-def read_block(
-    client: jax.Array, data: FederatedData, held: tuple[jax.Array, jax.Array], number: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns (x [B, ...], y [B], owner [B]) of a block of B = `SAMPLE_BLOCK` training samples of a
-    client: `owner` is its number, -1 for padding. `held` is its `client_range`.
+def pass_over_samples(
+    client: jax.Array,
+    data: FederatedData,
+    begin: Any,
+    add: Callable[..., Any],
+    end: Callable[[Any, jax.Array], Any] = lambda total, count: total,
+) -> Loop:
+    """Returns the program of ONE client that passes over its training samples, in blocks of B =
+    `SAMPLE_BLOCK`; it begins with `begin`.
+
+    Args: `add` is (total, x [B, ...], y [B], owner [B], number of the block []) -> the total with
+    this block, where `owner` is the client's number, -1 for padding; `end` is (total, number of
+    samples []) -> the result.
     """
-    count, first = held
-    place = number * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
-    x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
-    return x, y, jnp.where(place < count, client, -1)
+    count, first = client_range(client, data)
+
+    def step(number: jax.Array, total: Any) -> Any:
+        place = number * SAMPLE_BLOCK + jnp.arange(SAMPLE_BLOCK)
+        x, y = gather(data, data.train.order[first + jnp.minimum(place, count - 1)])
+        return add(total, x, y, jnp.where(place < count, client, -1), number)
+
+    return Loop(-(-count // SAMPLE_BLOCK), begin, step, lambda total: end(total, count))
 
 
 def balance_over_devices(

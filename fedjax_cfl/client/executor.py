@@ -11,6 +11,7 @@ from jax import core, lax
 
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import put_first
+from fedjax_cfl.tree import zero_rows
 
 Carry = Any
 
@@ -111,9 +112,7 @@ def run_sequential(solve: Callable[[jax.Array], Any], real: jax.Array) -> Any:
     def one(slot):
         return run_one(as_program(solve(slot)))
 
-    zeros = jax.tree.map(
-        lambda s: jnp.zeros((real.size, *s.shape), s.dtype), jax.eval_shape(one, order[0])
-    )
+    zeros = zero_rows(real.size, jax.eval_shape(one, order[0]))
 
     def run(n, done):
         at = order[n]

@@ -15,6 +15,7 @@ from jax import core, lax
 from jax.extend.core import Jaxpr, Literal
 
 from fedjax_cfl.client.executor import Cases, Loop, as_program, has_steps, run_one
+from fedjax_cfl.tree import zero_rows
 
 LEAST_REFILL = 4  # R with few lanes; with more it is L / 8
 # What a step of all lanes costs, measured on an H100 (benchmarks/results/accelerator): kernels in a
@@ -30,7 +31,7 @@ def run_lanes(solve: Callable[[jax.Array], Any], real: jax.Array, lanes: int) ->
     """
     slots, kinds = real.size, []
     result = jax.eval_shape(lambda slot: run_one(as_program(solve(slot))), jnp.int32(0))
-    out = make_zeros(slots, jax.eval_shape(pack, result))
+    out = zero_rows(slots, jax.eval_shape(pack, result))
 
     def which(slot):
         program = as_program(solve(slot))
@@ -47,11 +48,6 @@ def run_lanes(solve: Callable[[jax.Array], Any], real: jax.Array, lanes: int) ->
         in_queue = real if kinds[0] == 1 else real & (case == number)
         out = run_queue(open_loop(take), in_queue, min(lanes, slots), out)
     return unpack(out[0], out[1], result)
-
-
-def make_zeros(count: int, shapes: Any) -> Any:
-    """Returns zeros with a new leading axis."""
-    return jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
 
 
 def is_small(leaf: Any) -> bool:
@@ -205,7 +201,7 @@ def run_queue(loop: OpenLoop, in_queue: jax.Array, lanes: int, out: tuple) -> tu
     queue = jnp.argsort(jnp.where(in_queue, -steps, 1), stable=True).astype(jnp.int32)
     waiting = jnp.sum(in_queue).astype(jnp.int32)
     own, carry = jax.eval_shape(loop.begin, jnp.int32(0))
-    (row, rest), carry = make_zeros(lanes, (jax.eval_shape(pack, own), carry))
+    (row, rest), carry = zero_rows(lanes, (jax.eval_shape(pack, own), carry))
     row = jnp.pad(row, ((0, 0), (2, 0))).at[:, 0].set(slots)
 
     def advance(at: Lanes) -> Lanes:

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
-from fedjax_cfl.client.executor import Loop
+from fedjax_cfl.client.cohort import SAMPLE_BLOCK, pass_over_samples
 from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.types import FederatedData, Params, Task
 
@@ -83,13 +82,11 @@ def share_samples(task: Task) -> Any:
 
     def explain(client, data: FederatedData, shared, weights):
         models, label_shares = shared
-        count, first = client_range(client, data)
 
-        def block(b, found):
-            x, y, owner = read_block(client, data, (count, first), b)
+        def add(found, x, y, owner, number):
             parts = explain_samples(task, models, label_shares, weights, x, y, owner)
             return Responsibilities(
-                lax.dynamic_update_slice(found.each, parts, (0, b * SAMPLE_BLOCK)),
+                lax.dynamic_update_slice(found.each, parts, (0, number * SAMPLE_BLOCK)),
                 found.by_label.at[:, y].add(parts),
             )
 
@@ -98,7 +95,7 @@ def share_samples(task: Task) -> Any:
             jnp.zeros((weights.size, blocks * SAMPLE_BLOCK)),
             jnp.zeros((weights.size, data.num_classes)),
         )
-        return Loop(-(-count // SAMPLE_BLOCK), nothing, block, lambda found: found)
+        return pass_over_samples(client, data, nothing, add)
 
     return explain
 

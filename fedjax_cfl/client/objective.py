@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, read_block
+from fedjax_cfl.client.cohort import pass_over_samples
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
@@ -182,21 +182,17 @@ def training_loss(
         return task.targets.loss_value(task.predict(model, x, owner), y)
 
     def client_loss(client, data: FederatedData, models, client_inputs):
-        count, first = client_range(client, data)
         if own is not None and own.selection_model is not None:
             models = jax.vmap(own.selection_model, (None, 0))(client_inputs[own.name], models)
 
-        def block(b, total):
-            x, y, owner = read_block(client, data, (count, first), b)
+        def add(total, x, y, owner, number):
             each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
             return total + jnp.sum(jnp.where(owner >= 0, each, 0.0), axis=1)
 
-        num_models = jax.tree.leaves(models)[0].shape[0]
-        return Loop(
-            -(-count // SAMPLE_BLOCK),
-            jnp.zeros(num_models),
-            block,
-            lambda total: total / jnp.maximum(count, 1),
-        )
+        def mean(total, count):
+            return total / jnp.maximum(count, 1)
+
+        zeros = jnp.zeros(len(jax.tree.leaves(models)[0]))
+        return pass_over_samples(client, data, zeros, add, mean)
 
     return client_loss

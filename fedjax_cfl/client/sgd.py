@@ -7,7 +7,7 @@ import inspect
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,14 @@ from jax.tree_util import Partial
 
 from fedjax_cfl.client import dual_sgd
 from fedjax_cfl.client.cohort import (
-    SAMPLE_BLOCK,
     ClientFn,
     CostFn,
     client_range,
     cost_by_samples,
     make_int_array,
-    read_block,
+    pass_over_samples,
 )
-from fedjax_cfl.client.executor import Cases, Loop, Program, map_result
+from fedjax_cfl.client.executor import Cases, Loop, Program, map_result, zip_loops
 from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.client.steps import StepChange, count_gradients, direct_loop
@@ -125,6 +124,85 @@ def train_from(
     return map_result(solve(client, data, (key, start), alone), relate)
 
 
+class ClientInputs(NamedTuple):
+    """What ONE client has when it begins to train: the arguments of a `ClientFn`."""
+
+    client: jax.Array  # [] int32
+    data: FederatedData
+    key: Key  # the round's
+    models: Params  # [m, ...]
+    work: Work
+
+    @property
+    def model(self) -> Params:
+        """The model of the client's group."""
+        return take_rows(self.models, self.work.group)
+
+
+def keep_inputs(c: ClientInputs) -> tuple[None, Work]:
+    """Trains from the model of the client's group, with its work as it is."""
+    return None, c.work
+
+
+def change_training(
+    solve: ClientFn,
+    end: Callable[[ClientInputs, Any, Upload], Any],
+    begin: Callable[[ClientInputs], tuple[Any, Work]] = keep_inputs,
+) -> ClientFn:
+    """Returns `solve` with another result, or from another model.
+
+    Args: `end` is (inputs, the model that `begin` gave, upload) -> what is returned for the client;
+    `begin` is (inputs) -> (model to train from, work), None in place of a model: its group's.
+    """
+
+    def run(solve, end, begin, client, data, shared, work) -> Program:
+        inputs = ClientInputs(client, data, *shared, work)
+        model, changed = begin(inputs)
+        if model is None:
+            program = solve(client, data, shared, changed)
+        else:
+            program = train_from(model, solve, client, data, inputs.key, changed)
+        return map_result(program, partial(end, inputs, model))
+
+    return Partial(run, *map(as_pytree, (solve, end, begin)))
+
+
+def train_both(
+    solve: ClientFn,
+    other: ClientFn,
+    begin: Callable[[ClientInputs], tuple[Params, Work]],
+    end: Callable[[ClientInputs, Upload, Upload], Upload],
+) -> ClientFn:
+    """Returns what trains the model of a client's group by `solve` and, step by step beside it,
+    another model by `other`, whose steps count, too.
+
+    Args: `begin` is (inputs) -> (the other model, work), never of one of several sizes, see
+    `own_local`; `end` is (inputs, upload, upload of the other model) -> upload.
+    """
+
+    def run(solve, other, begin, end, client, data, shared, work) -> Program:
+        inputs = ClientInputs(client, data, *shared, work)
+        model, changed = begin(inputs)
+        second = train_from(model, other, client, data, inputs.key, changed)
+        assert isinstance(second, Loop)
+
+        def join(found: tuple[Upload, Upload]) -> Upload:
+            upload, beside = found
+            return end(inputs, upload.replace(steps=upload.steps + beside.steps), beside)
+
+        return map_result(zip_loops(solve(client, data, shared, work), second), join)
+
+    return Partial(run, *map(as_pytree, (solve, other, begin, end)))
+
+
+def own_local(local: Local, epochs: int | None = None) -> Local:
+    """Returns how a client trains a model of its own: `epochs` passes, None: as its group's; never
+    in sample space, for which the steps of two models cannot be taken one by one.
+    """
+    direct = local.replace(execution=local.execution._replace(first_layer="direct"))
+    return direct if epochs is None else direct.replace(epochs=epochs, steps=None)
+
+
 def add_change(solve: ClientFn, change: StepChange) -> ClientFn:
     """Returns `solve` with its steps changed, on the same mini-batches. Raises InputError where it
     is no plain SGD, and where another layer changes the step already.
@@ -210,8 +288,8 @@ def list_loops(task: Task, local: Local, capacity: int) -> list[int]:
 
 def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None) -> ClientFn:
     """Takes one full-batch gradient step of one client: delta = -lr * gradient of its mean
-    loss (FedSGD; gradient averaging of IFCA). Batch normalisation sees blocks of `SAMPLE_BLOCK`
-    samples.
+    loss (FedSGD; gradient averaging of IFCA). Batch normalisation sees blocks of
+    `cohort.SAMPLE_BLOCK` samples.
     """
     objective = objective or erm(task)
 
@@ -219,22 +297,20 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
         key, models = shared
         key = jax.random.fold_in(key, client)
         start = take_rows(models, work.group)
-        count, first = client_range(client, data)
+        count, _ = client_range(client, data)
 
-        def block(b, carry):
-            x, y, owner = read_block(client, data, (count, first), b)
-
+        def add(total, x, y, owner, number):
             def block_loss(params):
-                noise = jax.random.fold_in(key, b)
+                noise = jax.random.fold_in(key, number)
                 each = objective(params, start, work.client_extra, x, y, noise, owner)
                 return jnp.sum(jnp.where(owner >= 0, each, 0.0)) / count
 
-            return jax.tree.map(jnp.add, carry, jax.value_and_grad(block_loss)(start))
+            return jax.tree.map(jnp.add, total, jax.value_and_grad(block_loss)(start))
 
         zeros = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, start))
 
-        def end(carry):
-            loss, grad = carry
+        def end(total, count):
+            loss, grad = total
             delta = jax.tree.map(lambda g: -lr * work.lr_scale * g, grad)
             delta = move_statistics(delta, zeros[1], grad)
             return Upload(
@@ -246,7 +322,7 @@ def gradient_step(task: Task, local: Local, objective: ObjectiveFn | None = None
                 start_group=jnp.where(count > 0, work.group, 0),
             )
 
-        return Loop(-(-count // SAMPLE_BLOCK), zeros, block, end)
+        return pass_over_samples(client, data, zeros, add, end)
 
     return Partial(step_client, as_pytree(objective), local.lr)
 

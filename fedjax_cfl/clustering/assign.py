@@ -51,13 +51,7 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
     guard = Faults(nonfinite=as_system(system).faults.nonfinite)
     train = over_clients(with_faults(guard, solve), local.execution)
 
-    def run(
-        key: Key,
-        model: Params,
-        cohort: Cohort,
-        data: FederatedData,
-        lr_scale: ArrayLike = 1.0,
-    ) -> tuple[Upload, Report]:
+    def run(key, model, cohort, data, lr_scale=1.0) -> tuple[Upload, Report]:
         work = full_work(jnp.zeros_like(cohort.ids), lr_scale)
         upload, counts = train(cohort, data, ((key, model), (key, ())), work)
         samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps
@@ -95,8 +89,7 @@ def cold_start(
 
     def choose_downloaded(r: Round) -> tuple[jax.Array, Report]:
         gid, report = choose(r)
-        cold = r.cohort.ids < r.data.num_clients
-        sent = make_bill(units_down=cold * downloads(r.state.active.sum()))
+        sent = make_bill(units_down=r.real * downloads(r.state.active.sum()))
         return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return ask_newcomers(choose_downloaded)

@@ -205,7 +205,7 @@ def ask_cohort(
         rows = take_cohort_rows(state, cohort, mesh)
         question = Question(r.key, state.groups, state.active, r.data, cohort, rows)
         values = measure.ask(question)
-        old, real = current_groups(state, cohort), cohort.ids < r.data.num_clients
+        old, real = current_groups(state, cohort), r.real
         if cluster is None:
             gid, words = choose(values, old), 1
             check_groups("choose", gid, cohort)

@@ -3,7 +3,6 @@ costs: `clustered` writes the bill from it.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, over_clients, read_block
+from fedjax_cfl.client.cohort import over_clients, pass_over_samples
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import training_loss
@@ -127,15 +126,15 @@ def average_over_samples(
     """
 
     def of_client(client, data: FederatedData, model: Params, nothing: Any) -> Loop:
-        held = client_range(client, data)
-
-        def block(number, total):
-            x, y, owner = read_block(client, data, held, number)
+        def add(total, x, y, owner, number):
             return total + add_up(model, x, y, owner >= 0)
 
-        width = jax.eval_shape(partial(block, jnp.int32(0)), jnp.zeros(())).shape
-        steps = -(-held[0] // SAMPLE_BLOCK)
-        return Loop(steps, jnp.zeros(width), block, lambda sum: sum / jnp.maximum(held[0], 1))
+        def mean(total, count):
+            return total / jnp.maximum(count, 1)
+
+        once = pass_over_samples(client, data, jnp.zeros(()), add, mean)
+        width = jax.eval_shape(once.step, jnp.int32(0), once.init).shape
+        return once._replace(init=jnp.zeros(width))
 
     each = over_clients(of_client, local.execution)
 

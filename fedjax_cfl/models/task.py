@@ -61,13 +61,7 @@ def as_task(
     first: str | None = None if _takes(module, "owner") else getattr(module, "first_layer", None)
     logits, measure = _logits_of(module), targets.loss
 
-    def sample_loss(
-        params: Params,
-        x: jax.Array,
-        y: jax.Array,
-        key: Key | None = None,
-        owner: jax.Array | None = None,
-    ) -> jax.Array:
+    def sample_loss(params, x, y, key=None, owner=None) -> jax.Array:
         out, pull = logits(params, x, key, owner)
         return measure(out, y) if pull is None else measure(out, y) + pull
 

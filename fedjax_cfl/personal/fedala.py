@@ -24,8 +24,9 @@ from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import as_pytree, train_from
 from fedjax_cfl.data.federated import gather
-from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
+from fedjax_cfl.personal.layer import list_layers
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload, Work
 from fedjax_cfl.validation import INT32_MAX, Fraction, NonNegativeFloat, checked
@@ -62,11 +63,7 @@ def fedala(
         raise InputError("personal.layers=[]: must name some layers; use personal=none")
 
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
-        names = list(jax.eval_shape(task.init, jax.random.key(0)))
-        for layer in layers:
-            if layer not in names:
-                near = suggest_options(layer, names)
-                raise InputError(f"personal.layers: the model has no {layer!r}{near}")
+        list_layers(task, layers, "personal.layers")
         fit = Partial(fit_weights(task, share, local.batch_size), lr)
         return Partial(train_from_mixture, fit, as_pytree(solve))
 

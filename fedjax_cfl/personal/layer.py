@@ -3,23 +3,21 @@
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Loop, Program, map_result, zip_loops
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm
-from fedjax_cfl.client.sgd import add_change, as_pytree, sgd, train_from
+from fedjax_cfl.client.sgd import ClientInputs, add_change, own_local, sgd, train_both
 from fedjax_cfl.client.steps import Step, StepChange
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, suggest_options
 from fedjax_cfl.method import Method
-from fedjax_cfl.tree import has_statistics, take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Params, Task, Upload, Work
+from fedjax_cfl.tree import has_statistics
+from fedjax_cfl.types import Algorithm, Params, Task, Upload, Work
 
 
 def layer(
@@ -86,6 +84,18 @@ def layer(
     return Method(name=name, rows=own, train=train, serve=serve)
 
 
+def list_layers(task: Task, named: Sequence[str], setting: str) -> list[str]:
+    """Returns the names of the model's layers, by its parameters. Raises InputError for one of
+    `named`, of a `setting`, that it does not have.
+    """
+    names = list(jax.eval_shape(task.init, jax.random.key(0)))
+    for layer in named:
+        if layer not in names:
+            near = suggest_options(layer, names)
+            raise InputError(f"{setting}: the model has no {layer!r}{near}")
+    return names
+
+
 def chain(*parts: Any) -> Any:
     """Puts layers on a method, the first layer nearest to it.
 
@@ -134,14 +144,6 @@ def follow_batches(step: Callable, c: Step, model: Params, own: Any) -> tuple[Pa
     return after, c.move_statistics(kept, own) if has_statistics(kept) else kept
 
 
-def own_local(local: Local, epochs: int | None) -> Local:
-    """Returns how a client trains a model of its own: `epochs` passes, None: as its group's; never
-    in sample space, for which the steps of two models cannot be taken one by one.
-    """
-    direct = local.replace(execution=local.execution._replace(first_layer="direct"))
-    return direct if epochs is None else direct.replace(epochs=epochs, steps=None)
-
-
 def train_beside(
     name: str, task: Task, local: Local, solve: ClientFn, own_step: Callable
 ) -> ClientFn:
@@ -156,20 +158,12 @@ def train_beside(
 
     train_own = add_change(sgd(task, local, erm(task)), StepChange(f"{name}'s own", step=step))
 
-    def train(solve, train_own, client, data: FederatedData, shared, work: Work) -> Program:
-        key, models = shared
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
         # the model that it received is the extra of its own model's training
-        beside = work._replace(client_extra=take_rows(models, work.group), rows={})
-        second = train_from(work.rows[name], train_own, client, data, key, beside)
-        assert isinstance(second, Loop)  # it is never one of several, see `own_local`
+        return c.work.rows[name], c.work._replace(client_extra=c.model, rows={})
 
-        def join(found: tuple[Upload, Upload]) -> Upload:
-            upload, trained = found
-            row = jax.tree.map(jnp.add, work.rows[name], trained.delta)
-            return upload.replace(
-                steps=upload.steps + trained.steps, rows={**upload.rows, name: row}
-            )
+    def keep(c: ClientInputs, upload: Upload, own: Upload) -> Upload:
+        row = jax.tree.map(jnp.add, c.work.rows[name], own.delta)
+        return upload.replace(rows={**upload.rows, name: row})
 
-        return map_result(zip_loops(solve(client, data, shared, work), second), join)
-
-    return Partial(train, as_pytree(solve), train_own)
+    return train_both(solve, train_own, begin, keep)

@@ -22,10 +22,11 @@ from fedjax_cfl.client.local import Local, Training
 from fedjax_cfl.client.objective import Objective, find_objective
 from fedjax_cfl.client.sgd import add_change
 from fedjax_cfl.client.steps import StepChange
-from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
 from fedjax_cfl.models.task import watch_inputs
-from fedjax_cfl.tree import drop_statistics
+from fedjax_cfl.personal.layer import list_layers
+from fedjax_cfl.tree import STATISTICS
 from fedjax_cfl.types import Params, Task
 from fedjax_cfl.validation import NonNegativeFloat, PositiveFloat, checked
 
@@ -83,11 +84,7 @@ def keep_model(training: Training, row: Previous, delta: Params) -> Previous:
 
 def check_layer(task: Task, layer: str) -> None:
     """Raises InputError for a model without `layer`, or without a layer before it."""
-    names = list(drop_statistics(jax.eval_shape(task.init, jax.random.key(0))))
-    if layer not in names:
-        near = suggest_options(layer, names)
-        raise InputError(f"personal.layer: the model has no {layer!r}{near}")
-    if names == [layer]:
+    if {*list_layers(task, [layer], "personal.layer")} <= {layer, STATISTICS}:
         raise InputError(
             f"personal=moon: {layer} is the model's only layer and receives samples as they are;"
             " use a model with a layer before it, as mlp"

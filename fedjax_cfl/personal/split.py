@@ -31,17 +31,16 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.tree_util import Partial
 
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import Program, map_result
 from fedjax_cfl.client.local import Local
-from fedjax_cfl.client.sgd import add_change, as_pytree, train_from
+from fedjax_cfl.client.sgd import ClientInputs, add_change, change_training
 from fedjax_cfl.client.steps import Step, StepChange
-from fedjax_cfl.errors import InputError, suggest_options
+from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import Method
-from fedjax_cfl.tree import STATISTICS, put_part, take_rows
-from fedjax_cfl.types import FederatedData, Params, Task, Upload, Work
+from fedjax_cfl.personal.layer import list_layers
+from fedjax_cfl.tree import STATISTICS, put_part
+from fedjax_cfl.types import Params, Task, Upload, Work
 from fedjax_cfl.validation import PositiveInt, checked
 
 Judge = Literal["template", "own"]
@@ -191,22 +190,18 @@ def split_models(
         own, leaves = flatten_dict(take_own(model)), flatten_dict(model)
         return unflatten_dict({path: leaf for path, leaf in leaves.items() if path not in own})
 
+    def begin(c: ClientInputs) -> tuple[Params, Work]:
+        return merge(c.work.rows[name], c.model), c.work
+
+    def keep(c: ClientInputs, model: Params, upload: Upload) -> Upload:
+        own = take_own(upload.delta)
+        unchanged = jax.tree.map(jnp.zeros_like, own)
+        rows = {**upload.rows, name: jax.tree.map(jnp.add, c.work.rows[name], own)}
+        return upload.replace(delta=merge(unchanged, upload.delta), rows=rows)
+
     def train(task: Task, local: Local, solve: ClientFn) -> ClientFn:
         check(task)
-        return Partial(train_merged, as_pytree(solve))
-
-    def train_merged(solve, client, data: FederatedData, shared, work: Work) -> Program:
-        key, models = shared
-        row = work.rows[name]
-        start = merge(row, take_rows(models, work.group))
-
-        def part(upload: Upload) -> Upload:
-            own = take_own(upload.delta)
-            unchanged = jax.tree.map(jnp.zeros_like, own)
-            rows = {**upload.rows, name: jax.tree.map(jnp.add, row, own)}
-            return upload.replace(delta=merge(unchanged, upload.delta), rows=rows)
-
-        return map_result(train_from(start, solve, client, data, key, work), part)
+        return change_training(solve, keep, begin)
 
     return Method(
         name=name,
@@ -222,12 +217,7 @@ def check_layers(task: Task, layers: Sequence[str], is_own: Callable[[str], bool
     """Raises InputError for a layer that the model does not have, and where all of the model is a
     client's own, or nothing.
     """
-    names = list(jax.eval_shape(task.init, jax.random.key(0)))
-    for layer in layers:
-        if layer not in names:
-            raise InputError(
-                f"personal.layers: the model has no {layer!r}{suggest_options(layer, names)}"
-            )
+    names = list_layers(task, layers, "personal.layers")
     if len({is_own(name) for name in names}) == 1:
         raise InputError(
             f"personal.layers={list(layers)}: some layers of {', '.join(sorted(names))} must be the"

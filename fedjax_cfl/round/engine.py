@@ -258,7 +258,7 @@ def plan_work(
     for step, report in planned.items():
         check_payers(step, "the slots [S]", cohort.ids.size, report.bill, report.early)
     log = log._replace(planned=tuple(planned.values()))
-    return state, parts.system.slow_down(keys, cohort, work), log
+    return state, parts.system.apply_stragglers(keys, cohort, work), log
 
 
 def load_client_state(

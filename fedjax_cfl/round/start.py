@@ -6,14 +6,20 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
+from typing_extensions import TypeAliasType
 
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, START, derive_key
-from fedjax_cfl.method import Method, Round, Start, StartFn
+from fedjax_cfl.method import Method, PrepareFn, Round, Start, StartFn
 from fedjax_cfl.system.reports import make_report
 from fedjax_cfl.system.select import current_groups
+from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows
-from fedjax_cfl.types import FederatedData, Key, Params, Report, ServedModels, State, Task
+from fedjax_cfl.types import Bill, FederatedData, Key, Params, Report, ServedModels, State, Task
+
+# (task, local, system, m) -> how a method starts
+MakeStart = TypeAliasType("MakeStart", Callable[[Task, Local, SystemLike, int], StartFn])
 
 
 class GroupCount(NamedTuple):
@@ -99,6 +105,11 @@ def copy_model(model: Params, count: int) -> Params:
 def no_clients(key: Key, num_clients: int) -> jax.Array:
     """Returns no ids: the start reads no samples (a `StartClientsFn`)."""
     return jnp.zeros(0, jnp.int32)
+
+
+def charge(bill: Callable[[Round], Bill]) -> PrepareFn:
+    """Leaves the work as it is, and reports `bill`, (r) -> what the slots [S] send and infer."""
+    return lambda r: (r.work, make_report(bill(r)))
 
 
 def keep_groups(r: Round) -> tuple[jax.Array, Report]:

@@ -38,8 +38,7 @@ from fedjax_cfl.simulation.callback import (
 )
 from fedjax_cfl.simulation.evaluate import each_its_own, used_models
 from fedjax_cfl.simulation.host_rows import collect_models
-from fedjax_cfl.simulation.rounds import has_host_rows
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Setup, has_host_rows
 from fedjax_cfl.types import Algorithm, FederatedData, State
 
 CHECKPOINTS, LOG_FILE = "checkpoints", "run.log"

@@ -21,7 +21,7 @@ from fedjax_cfl.scores import SCORES
 from fedjax_cfl.simulation import memory
 from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.driver import Result
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Setup
 from fedjax_cfl.types import FederatedData
 
 PACKAGES = (

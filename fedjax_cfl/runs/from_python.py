@@ -28,8 +28,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_value
 from fedjax_cfl.keys import find_seed
 from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings, digest_data
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Key
 

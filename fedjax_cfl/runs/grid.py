@@ -24,8 +24,7 @@ from fedjax_cfl.runs.session import (
     train_members,
 )
 from fedjax_cfl.simulation.program import Program
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.simulation.vectorize import compile_members
 
 

@@ -19,9 +19,8 @@ from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.runs.settings import RunSettings, run_identity
 from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.callback import Snapshot
-from fedjax_cfl.simulation.rounds import state_shapes
+from fedjax_cfl.simulation.rounds import Setup, state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
-from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.types import FederatedData
 
 # Settings that may differ between the processes of one run: only process 0 reads them, or they

@@ -31,8 +31,7 @@ from fedjax_cfl.runs.trackers import Guarded
 from fedjax_cfl.simulation.callback import RunInfo, Snapshot
 from fedjax_cfl.simulation.driver import Watch, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
-from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 
 
 def train_in_dir(

@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on."""
+"""Callbacks: what a run reports while it goes on."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ class Grouping(NamedTuple):
 
 
 class RunInfo(NamedTuple):
-    """Which run a callback is told of."""
+    """Which run a callback belongs to."""
 
     run_dir: Path | None = None  # None: it has none
     settings: dict[str, Any] = {}  # noqa: RUF012, by dotted name
@@ -41,7 +41,7 @@ Take = Callable[[], Snapshot]  # where the run stands, copied from the devices w
 
 
 class Callback:
-    """Is told of one run: override what you need, and give an instance to `cfl.run` as
+    """Follows one run: override what you need, and give an instance to `cfl.run` as
     `callbacks=[...]`, or name the class in the settings, as
     `callbacks=[{_target_:my_file.MyCallback}]`. Keep what you copy: the snapshot's arrays are only
     valid until the run goes on.

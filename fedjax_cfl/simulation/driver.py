@@ -24,9 +24,8 @@ from fedjax_cfl.scores import describe_rows, pick_columns
 from fedjax_cfl.simulation import evaluate
 from fedjax_cfl.simulation.callback import Callback, Grouping, RunInfo, Snapshot, Take
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
-from fedjax_cfl.simulation.rounds import Carry, Plan, make_init, make_rounds_fn
+from fedjax_cfl.simulation.rounds import Carry, Plan, Setup, make_init, make_rounds_fn
 from fedjax_cfl.simulation.rows import COUNTERS, TIMES, Measured, make_row, update_counters
-from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import checked
@@ -109,7 +108,7 @@ def run_setup(
 
 
 class Watch(NamedTuple):
-    """Who is told of a run."""
+    """The callbacks of one run."""
 
     callbacks: Sequence[Callback]  # in this order
     run: RunInfo = RunInfo()
@@ -124,9 +123,9 @@ def drive(
     """Runs a program up to round `plan.rounds`; returns the results of its members, who share
     its seconds evenly.
 
-    Args: `start` has where each member stands, None: they begin; `watches` are told of them, one
-    of each member or none; all end where a callback of one says so. Raises NonFiniteUpdate where
-    the faults ask for it.
+    Args: `start` has where each member stands, None: they begin; `watches` have their callbacks,
+    one of each member or none; all end where a callback of one says so. Raises NonFiniteUpdate
+    where the faults ask for it.
     """
     carry, members = begin(program, start), range(len(program.places))
     compile_s = program.compiled.seconds / len(members)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
@@ -14,7 +15,6 @@ from fedjax_cfl.clustering.distances import l1
 from fedjax_cfl.clustering.metric_kmeans import mean_client_distance
 from fedjax_cfl.data.federated import check_classes, gather, train_label_shares
 from fedjax_cfl.sharding import over_devices, take_models
-from fedjax_cfl.simulation.metrics import ari
 from fedjax_cfl.tasks import ClientTable
 from fedjax_cfl.tasks.sums import bincount
 from fedjax_cfl.tasks.targets import Predictions, Targets
@@ -109,8 +109,8 @@ def predict_block(
         found = task.predict(model, x, owner)
         loss = task.targets.loss_value(found, y)
     else:
-        mine = weights[jnp.maximum(owner, 0)]
-        found = mix_predictions(task, model, mine, x, owner)
+        of_owner = weights[jnp.maximum(owner, 0)]
+        found = mix_predictions(task, model, of_owner, x, owner)
         loss = mixture_loss(found, y)
     return jnp.where(slot < total, test, total), task.targets.guess(found), loss
 
@@ -149,8 +149,8 @@ def predict_test_samples(
         return predict_block(task, model, data, blocks, number, weights)
 
     def device_blocks(shared, own):
-        (everybody, *shared), (numbers, models) = shared, own
-        models = models if split else everybody
+        (all_models, *shared), (numbers, models) = shared, own
+        models = models if split else all_models
         done = jnp.sum(numbers < shared[1].until[-1])
         shapes = jax.eval_shape(one_block, shared, models, numbers[0], 0)
         out = jax.tree.map(lambda s: jnp.full((length, *s.shape), total, s.dtype), shapes)
@@ -161,9 +161,9 @@ def predict_test_samples(
 
         return lax.fori_loop(0, done, body, out)
 
-    everybody, own = ((), models) if split else (models, ())
+    all_models, own = ((), models) if split else (models, ())
     where, guess, loss = over_devices(device_blocks, mesh)(
-        (everybody, data, blocks, weights), (numbers, own)
+        (all_models, data, blocks, weights), (numbers, own)
     )
     empty = jnp.full((total, *guess.shape[where.ndim :]), -1, guess.dtype)
     guessed = empty.at[where].set(guess, mode="drop")
@@ -296,18 +296,6 @@ def evaluate_block(
     return Evaluation(table, Totals(counts, total, number, bad.sum(dtype=jnp.int32), distance))
 
 
-def evaluate_validation(
-    algorithm: Algorithm, task: Task, mesh: Mesh, state: State, data: FederatedData
-) -> Evaluation | None:
-    """Returns what all clients measure on the samples to choose a round by, None: there are none.
-
-    Args: as those of `evaluate_block`.
-    """
-    if data.validation is None:
-        return None
-    return evaluate_block(algorithm, task, mesh, state, data.replace(test=data.validation), False)
-
-
 def count_nothing(targets: Targets, data: FederatedData) -> tuple[jax.Array, jax.Array]:
     """Returns what `Targets.sums` says of no sample."""
     y = jnp.zeros((0, *data.y.shape[1:]), data.y.dtype)
@@ -358,7 +346,7 @@ def finalize(targets: Targets, tested: Tested, num_models: int, num_concepts: in
     does not predict. Groups with other models keep their own. With `num_concepts`, how many true
     groups there are, scores are also those of the clients of each. `groupless_clients` are those of
     which nothing is known to choose a model by, see `engine.unassign_empty_clients`; others without
-    a model have not been met yet.
+    a model have not taken part yet.
     """
     index, (clients, totals), concept, train_size, _ = tested
     xp, has_model = index.__array_namespace__(), index >= 0
@@ -386,3 +374,50 @@ def finalize(targets: Targets, tested: Tested, num_models: int, num_concepts: in
         if name.endswith((*score.measured, "f1")) and not alone:
             row[name] = xp.where(bad > 0, xp.nan, row[name])
     return row | {"nonfinite_model_clients": bad}
+
+
+def _count_pairs(start, valid):
+    """Returns the pairs within runs as two exact integers (high, low) of the value
+    high * 2^21 + low, low < 2^21.
+
+    `start` [K] bool marks where a run begins, `valid` [K] the places that count, each
+    run's first. A run of n gives 0 + 1 + .. + (n - 1): the sum of the ranks in it,
+    added up by digits of 7 bits, so that int32 holds it up to K = 2^24.
+    """
+    xp = start.__array_namespace__()
+    place = xp.arange(start.size)
+    cummax = np.maximum.accumulate if xp is np else jax.lax.cummax
+    rank = xp.where(valid, place - cummax(xp.where(start, place, 0)), 0)
+    digits = [((rank >> shift) & 127).sum() for shift in (0, 7, 14, 21)]
+    for low in range(3):
+        digits[low + 1] = digits[low + 1] + (digits[low] >> 7)
+    return digits[3], sum((digits[low] & 127) << 7 * low for low in range(3))
+
+
+def ari(a: Any, b: Any, valid: Any) -> Any:
+    """Returns the adjusted Rand index [] of labels `a [K]` and `b [K]` over the clients
+    `valid [K] bool`; K <= 2^24.
+
+    It is 1 if both partitions are trivial and equal, and NaN without valid clients. Negative
+    labels are not valid. Pairs are counted exactly, without a table of all pairs of labels.
+    The index is 2 (tp tn - fp fn) / ((tp + fn) (fn + tn) + (tp + fp) (fp + tn)) (Hubert and
+    Arabie 1985). Its denominator has no cancellation and is no smaller than either product
+    of the numerator, so that the index is right to float32 rounding.
+    """
+    xp, valid = a.__array_namespace__(), valid & (a >= 0) & (b >= 0)
+    a, b = (xp.where(valid, labels, np.iinfo(np.int32).max) for labels in (a, b))  # sorted last
+    counted = xp.arange(a.size) < valid.sum()
+    by_a, by_b = xp.lexsort((b, a)), xp.sort(b)
+
+    def changes(labels):
+        return xp.concatenate([xp.ones(1, bool), labels[1:] != labels[:-1]])
+
+    new_a, new_both = changes(a[by_a]), changes(a[by_a]) | changes(b[by_a])
+    runs = new_both, new_a, changes(by_b), xp.arange(a.size) == 0
+    in_both, in_a, in_b, total = (xp.stack(_count_pairs(start, counted)) for start in runs)
+    counts = in_both, in_a - in_both, in_b - in_both, total - in_a - in_b + in_both, total
+    *counts, total = (high * 2.0**21 + low for high, low in counts)
+    tp, fp, fn, tn = (n / total.clip(1) for n in counts)
+    scale = (tp + fn) * (fn + tn) + (tp + fp) * (fp + tn)
+    index = xp.where(scale > 0, 2 * (tp * tn - fp * fn) / xp.where(scale > 0, scale, 1), 1.0)
+    return xp.where(valid.any(), index, xp.nan)

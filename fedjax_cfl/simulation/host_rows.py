@@ -80,31 +80,38 @@ def make_rows(state: State) -> State:
     )
 
 
-def rows_to_device(state: State, ids: np.ndarray, shapes: State) -> State:
-    """Returns the state with the rows of the clients `ids` [n] alone, on the devices.
+def rows_to_device(carry: Carry, ids: np.ndarray | None, shapes: Carry) -> Carry:
+    """Returns the carry with the rows of the clients `ids` [n] alone, on the devices; None: as it
+    is, with all rows.
 
     `shapes` are those that the program was compiled for, with room for n rows or more.
     """
+    state, data_state = carry
+    if ids is None:
+        return carry
     place = np.zeros(state.assignment.size, np.int32)
     place[ids] = np.arange(ids.size, dtype=np.int32)
 
-    def lend(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
+    def take(rows: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
         few = np.zeros(like.shape, like.dtype)
         np.take(rows, ids, axis=0, out=few[: ids.size], mode="clip")
         return jax.device_put(few, like.sharding)
 
-    def lend_layer(rows: Rows, like: Rows) -> Rows:
-        values = jax.tree.map(lend, rows.values, like.values)
+    def take_layer(rows: Rows, like: Rows) -> Rows:
+        values = jax.tree.map(take, rows.values, like.values)
         return rows.replace(values=values, place=jax.device_put(place, like.place.sharding))
 
     names = list_host_rows(state)
-    return state.put_rows({name: lend_layer(state.rows[name], shapes.rows[name]) for name in names})
+    few = {name: take_layer(state.rows[name], shapes[0].rows[name]) for name in names}
+    return state.put_rows(few), data_state
 
 
-def rows_to_host(before: State, after: State, ids: np.ndarray) -> State:
+def rows_to_host(before: State, after: State, ids: np.ndarray | None) -> State:
     """Returns the state `after` a block with all rows on the host: those of `before`, in which the
-    rows of the clients `ids` [n], which `after` has, are written.
+    rows of the clients `ids` [n], which `after` has, are written. None: it has all rows already.
     """
+    if ids is None:
+        return after
 
     def write(rows: np.ndarray, on_device: jax.Array) -> np.ndarray:
         rows[ids] = np.asarray(on_device)[: ids.size]

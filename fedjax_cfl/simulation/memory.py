@@ -16,6 +16,19 @@ from fedjax_cfl.formatting import format_bytes
 from fedjax_cfl.types import FederatedData, State
 
 FEWER_ROWS = "fewer clients (dataset.clients), a smaller model, or personal=none"
+REMEDIES = {  # by what takes most of a device's memory
+    "host_rows": FEWER_ROWS,
+    "data": "fewer clients or samples (dataset.clients)",
+    "models": "fewer groups (algorithm.m) or a smaller model",
+    "client_memory": (
+        "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps nothing per"
+        " client"
+    ),
+    "work": (
+        "fewer clients at a time (clients_per_round, local.width), fewer models of a mixture"
+        " (algorithm.m) or a smaller model"
+    ),
+}
 
 
 def tree_bytes(tree: Any) -> int:
@@ -92,22 +105,7 @@ def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
     share = planned.get("host_rows", 0) // len(mesh.local_devices) if sharding.is_cpu(mesh) else 0
     planned = {name: value for name, value in planned.items() if name != "host_rows"}
     planned |= {"host_rows": share} if share else {}
-    has, knobs = (
-        available_bytes(mesh),
-        {
-            "host_rows": FEWER_ROWS,
-            "data": "fewer clients or samples (dataset.clients)",
-            "models": "fewer groups (algorithm.m) or a smaller model",
-            "client_memory": (
-                "fewer clients (dataset.clients), a smaller model, or an algorithm that keeps"
-                " nothing per client"
-            ),
-            "work": (
-                "fewer clients at a time (clients_per_round, local.width), fewer models of a"
-                " mixture (algorithm.m) or a smaller model"
-            ),
-        },
-    )
+    has = available_bytes(mesh)
     if has is None or sum(planned.values()) <= has:
         return
     parts = ", ".join(
@@ -117,7 +115,7 @@ def check_memory(planned: dict[str, int], mesh: Mesh) -> None:
     total = format_bytes(sum(planned.values()))
     raise InputError(
         f"memory: each device needs {total} ({parts}) and has {format_bytes(has)}; use"
-        f" {knobs[largest]}, or fewer devices="
+        f" {REMEDIES[largest]}, or fewer devices="
     )
 
 

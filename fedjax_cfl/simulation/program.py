@@ -27,13 +27,13 @@ from fedjax_cfl.simulation.compiler import (
 from fedjax_cfl.simulation.rounds import (
     Carry,
     Plan,
+    Setup,
     carry_shapes,
     make_functions,
     make_init,
     run_round,
     state_shapes,
 )
-from fedjax_cfl.simulation.setup import Setup
 from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Key, State, Task
 from fedjax_cfl.validation import check_settings
@@ -67,15 +67,15 @@ def check_data(algorithm: Algorithm, task: Task, drift: Drift, data: FederatedDa
 def check_targets(task: Task, data: FederatedData) -> None:
     """Raises InputError unless y are what the task is about."""
     kind, count = kind_of(data), count_outputs(data)
-    said = f"data: y are {kind.describe(data)}; give as_task num_classes={data.num_classes}"
+    expected = f"data: y are {kind.describe(data)}; give as_task num_classes={data.num_classes}"
     if task.targets.name != kind.name:
         targets = f", targets=cfl.models.{kind.name}()" if kind.settings else ""
-        raise InputError(said + targets)
+        raise InputError(expected + targets)
     x = jax.ShapeDtypeStruct((1, *data.x.shape[1:]), data.x.dtype)
     params = jax.eval_shape(task.init, jax.random.key(0))
     outputs = jax.eval_shape(task.predict, params, x).shape[1]
     if outputs != count:
-        raise InputError(f"{said} and a model of {count} outputs, not {outputs}")
+        raise InputError(f"{expected} and a model of {count} outputs, not {outputs}")
 
 
 def check_models(algorithm: Algorithm, task: Task, state: State) -> None:
@@ -95,7 +95,7 @@ def check_models(algorithm: Algorithm, task: Task, state: State) -> None:
 def check_without_classes(algorithm: Algorithm, drift: Drift, data: FederatedData) -> None:
     """Raises InputError where y are no classes, and a part of the run needs classes: each
     says so while it is traced. The command line asks before the run has a directory; from Python
-    it is said when the run is compiled.
+    it is raised when the run is compiled.
     """
     if kind_of(data) is CLASSIFICATION or prefetch.is_on_host(data):
         return
@@ -244,7 +244,7 @@ def compile_run(
     stored = store and (store, (recipe, plan, sizes, str(jax.config.values)))
     padded = feed.data.y.shape != data.y.shape
     # what a run goes on from is written over a start of the padded size, see `driver.begin`
-    compiled = compile_functions(functions, setup, given, feed, fresh or padded, stored)
+    compiled = compile_functions(Source(functions, setup, given, feed), fresh or padded, stored)
     shapes = state_shapes(setup, key) if padded else compiled.shapes
     return make_program(setup, [data], [shapes], [()], padded, feed, compiled)
 
@@ -276,46 +276,27 @@ def describe_shapes(arrays: Any) -> Any:
     return structure, tuple((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
 
 
-def init_evaluation(targets: Targets, feed: Any, mesh: Mesh) -> Any:
-    """Returns what tests begin with: nothing, where there is one part of the test data."""
-    if not feed.on_host:
-        return None
-    return sharding.replicate(evaluate.empty(targets, feed.data), mesh)
+class Source(NamedTuple):
+    """What the programs of a run, or of several as one, are traced from and called with."""
 
+    # begin(*given, data), train(*given, data, *carry, done, count) and test(*given, data, *carry,
+    # found, first client)
+    functions: Sequence[Callable]
+    setup: Setup  # of any member
+    given: tuple  # the values of settings and the key
+    feed: Any  # brings the data, a `DeviceFeed` or `HostFeed`
 
-def find_shapes(algorithm: Algorithm, carry: Carry, feed: Any, side: str, mesh: Mesh) -> Carry:
-    """Returns the shapes of the carry that the program of one side is given, see `host_rows`."""
-    count = feed.lent[side] if feed.row_bytes else 0
-    return host_rows.device_shapes(algorithm, carry, count, mesh)
+    def find_shapes(self, carry: Carry, side: str) -> Carry:
+        """Returns the shapes of the carry that the program of a side gets, see `host_rows`."""
+        count = self.feed.lent[side] if self.feed.row_bytes else 0
+        return host_rows.device_shapes(self.setup.algorithm, carry, count, self.setup.mesh)
 
-
-def train_rows_to_device(feed: Any, carry: Carry, done: int, count: int, shapes: Carry) -> Carry:
-    """Returns the carry as `count` rounds from round `done` on are given it, see `host_rows`.
-
-    Args: `feed` brings the data; `shapes` are those of `find_shapes`.
-    """
-    if not feed.row_bytes:
-        return carry
-    return host_rows.rows_to_device(carry[0], feed.block_clients(done, count), shapes[0]), carry[1]
-
-
-def take_back_rows(feed: Any, carry: Carry, done: int, count: int, after: State) -> State:
-    """Returns the state `after` these rounds as it goes from one block to the next.
-
-    Args: as those of `train_rows_to_device`; `carry` is that before the block.
-    """
-    if not feed.row_bytes:
-        return after
-    return host_rows.rows_to_host(carry[0], after, feed.block_clients(done, count))
-
-
-def test_rows_to_device(feed: Any, carry: Carry, first: int | None, shapes: Carry) -> Carry:
-    """Returns the carry as the test of the clients from number `first` on is given it."""
-    if not feed.row_bytes:
-        return carry
-    assert first is not None  # of a population on the host
-    ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
-    return host_rows.rows_to_device(carry[0], ids, shapes[0]), carry[1]
+    def init_evaluation(self) -> Any:
+        """Returns what tests begin with: nothing, where there is one part of the test data."""
+        if not self.feed.on_host:
+            return None
+        empty = evaluate.empty(self.setup.task.targets, self.feed.data)
+        return sharding.replicate(empty, self.setup.mesh)
 
 
 def plan_run(feed: Any, state: State, programs: dict[str, Any], mesh: Mesh) -> dict[str, int]:
@@ -335,100 +316,81 @@ def place_carry(shapes: Carry) -> Carry:
     return jax.tree.map(lambda leaf: leaf.sharding, shapes)
 
 
-def trace_programs(
-    functions: Any, setup: Setup, given: tuple, feed: Any
-) -> Iterator[tuple[str, jax.stages.Traced]]:
+def trace_programs(source: Source) -> Iterator[tuple[str, jax.stages.Traced]]:
     """Yields (name, program) of begin, train and test, each traced when the caller asks for the
     next. Of the arguments only shapes, types and shardings count.
-
-    Args: as those of `compile_functions`.
     """
-    algorithm, task, mesh = setup.algorithm, setup.task, setup.mesh
-    side, whole = len(given) + 1, replicated_sharding(mesh)
-    begin, train, test = functions
+    (begin, train, test), setup, given, feed = source
+    side, whole = len(given) + 1, replicated_sharding(setup.mesh)
     before = jax.eval_shape(begin, *given, feed.shapes("train"))
     one = jax.tree.map(  # of one run
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[before[0].round.ndim :], leaf.dtype), before[0]
     )
-    check_models(algorithm, task, one)
-    places = place_carry(carry_shapes(algorithm, before, mesh))
+    check_models(setup.algorithm, setup.task, one)
+    places = place_carry(carry_shapes(setup.algorithm, before, setup.mesh))
     yield "begin", jax.jit(begin, out_shardings=places).trace(*given, feed.shapes("train"))
-    shapes = find_shapes(algorithm, before, feed, "train", mesh)
+    shapes = source.find_shapes(before, "train")
     results = (*place_carry(shapes), whole)
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
     yield "train", step.trace(*given, feed.shapes("train"), *shapes, 0, 1)
-    found, first = init_evaluation(task.targets, feed, mesh), 0 if feed.on_host else None
-    shapes = find_shapes(algorithm, before, feed, "test", mesh)
+    found, first = source.init_evaluation(), 0 if feed.on_host else None
+    shapes = source.find_shapes(before, "test")
     step = jax.jit(test, out_shardings=whole)
     yield "test", step.trace(*given, feed.shapes("test"), *shapes, found, first)
 
 
-def compile_programs(
-    functions: Any, setup: Setup, given: tuple, feed: Any, fresh: bool
-) -> Programs:
-    """Compiles start, rounds and evaluation; the arguments are those of `compile_functions`."""
-    algorithm, mesh = setup.algorithm, setup.mesh
-    quick, training = compiler_options(mesh), compiler_options(mesh, setup.task)
+def compile_programs(source: Source, fresh: bool) -> Programs:
+    """Compiles rounds and evaluation, and the start where the run is `fresh`."""
+    mesh = source.setup.mesh
+    quick, training = compiler_options(mesh), compiler_options(mesh, source.setup.task)
     lowered, futures = {}, {}
     with parallel_compiler() as compiled:
-        for name, traced in trace_programs(functions, setup, given, feed):
+        for name, traced in trace_programs(source):
             lowered[name] = program = traced.lower()
             if fresh or name != "begin":
                 futures[name] = compiled(program, training if name == "train" else quick)
         programs = {name: future.result() for name, future in futures.items()}
     begun = lowered["begin"].out_info
-    trained, tested = (find_shapes(algorithm, begun, feed, s, mesh) for s in ("train", "test"))
-    return Programs(programs, trained, tested, plan_run(feed, trained[0], programs, mesh))
+    trained, tested = (source.find_shapes(begun, side) for side in ("train", "test"))
+    return Programs(programs, trained, tested, plan_run(source.feed, trained[0], programs, mesh))
 
 
 def compile_functions(
-    functions: Any,
-    setup: Setup,
-    given: tuple,
-    feed: Any,
-    fresh: bool = True,
-    stored: tuple[Store, Any] | None = None,
+    source: Source, fresh: bool = True, stored: tuple[Store, Any] | None = None
 ) -> Compiled:
     """Compiles the start, the rounds and the evaluation of a run, or of several as one, unless
     they have been.
 
-    Args: `functions` are begin(*given, data), train(*given, data, *carry, done, count) and
-    test(*given, data, *carry, found, first client); `setup` is that of any member; `given`
-    are the values of settings and the key; `feed` brings the data, a `DeviceFeed` or
-    `HostFeed`; `fresh`: begin is compiled, too; `stored` is where programs are kept, and as what,
+    Args: `fresh`: the start is compiled, too; `stored` is where programs are kept, and as what,
     None: nowhere. Raises InputError for what does not fit into memory.
     """
     began = time.perf_counter()
     before = stored[0].find(stored[1], fresh) if stored else None
     with count_cache_hits() as hits:
-        programs = before or compile_programs(functions, setup, given, feed, fresh)
+        programs = before or compile_programs(source, fresh)
         from_cache = len(programs.by_name) if before else hits()
     if stored:
         stored[0].keep(stored[1], programs)
     counts = {"programs": len(programs.by_name), "programs_from_cache": from_cache}
-    steps = bind_programs(programs, setup, given, feed)
+    steps = bind_programs(programs, source)
     seconds = time.perf_counter() - began
     return Compiled(*steps, programs.trained, programs.memory, seconds, counts)
 
 
-def bind_programs(
-    programs: Programs, setup: Setup, given: tuple, feed: Any
-) -> tuple[Callable, Callable, Callable]:
-    """Returns begin, train and test of a run, or of several as one, as `Compiled` has them.
-
-    Args: those of `compile_functions`.
-    """
+def bind_programs(programs: Programs, source: Source) -> tuple[Callable, Callable, Callable]:
+    """Returns begin, train and test of a run, or of several as one, as `Compiled` has them."""
     by_name, shapes, tested, _ = programs
-    nothing = init_evaluation(setup.task.targets, feed, setup.mesh)
+    given, feed, nothing = source.given, source.feed, source.init_evaluation()
 
     def start() -> Carry:
         state, data_state = by_name["begin"](*given, feed.initial_data())
         return host_rows.make_rows(state) if feed.row_bytes else state, data_state
 
     def step(carry: Carry, data, done: int, count: int):
-        lent = train_rows_to_device(feed, carry, done, count, shapes)
-        state, data_state, infos = by_name["train"](*given, data, *lent, done, count)
-        return (take_back_rows(feed, carry, done, count, state), data_state), infos
+        ids = feed.block_clients(done, count) if feed.row_bytes else None
+        on_device = host_rows.rows_to_device(carry, ids, shapes)
+        state, data_state, infos = by_name["train"](*given, data, *on_device, done, count)
+        return (host_rows.rows_to_host(carry[0], state, ids), data_state), infos
 
     def test(carry: Carry) -> evaluate.Tested:
         found: Any = nothing
@@ -436,8 +398,11 @@ def bind_programs(
         apart: evaluate.Evaluation | None = None
         for data, first in feed.test_blocks():
             # one after another: waiting to be tested, all of them would be in memory
-            lent = test_rows_to_device(feed, carry, first, tested)
-            arguments = *given, data, *lent, found, first
+            ids = None
+            if feed.row_bytes:
+                ids = np.arange(first, min(first + feed.lent["test"], feed.data.num_clients))
+            on_device = host_rows.rows_to_device(carry, ids, tested)
+            arguments = *given, data, *on_device, found, first
             found, index, apart = jax.block_until_ready(by_name["test"](*arguments))
         if carry[1]:
             sizes = carry[1].concept, carry[1].train.size

@@ -13,10 +13,11 @@ from jax.sharding import Mesh
 
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.data.drift import Drift, bound_client_samples
+from fedjax_cfl.data.scaling import Scaling
 from fedjax_cfl.keys import DRIFT, derive_key
 from fedjax_cfl.sharding import replicated_shapes, replicated_sharding, shape_on, split_sharding
 from fedjax_cfl.simulation import evaluate
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.tree import zero_rows
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Info, Key, Rows, State, Task
 from fedjax_cfl.validation import PositiveInt
 
@@ -41,6 +42,17 @@ class DataState(NamedTuple):
         return data.replace(
             **{name: value for name, value in self._asdict().items() if name != "memory"}
         )
+
+
+class Setup(NamedTuple):
+    """What a run is made of, apart from its key and its `Plan`."""
+
+    algorithm: Algorithm
+    task: Task
+    data: FederatedData
+    drift: Drift
+    mesh: Mesh
+    scaling: Scaling | None = None  # by which the samples of `data` are scaled already
 
 
 class Plan(NamedTuple):
@@ -112,23 +124,16 @@ def make_rounds_fn(algorithm: Algorithm, drift: Drift, block: int) -> Callable:
         if block == 1:  # no loop: compiles faster
             state, data_state, info = step(state, data_state)
             return state, data_state, jax.tree.map(lambda part: part[None], info)
-        infos = jax.tree.map(
-            lambda s: jnp.zeros((block, *s.shape), s.dtype),
-            jax.eval_shape(step, state, data_state)[2],
-        )
+        infos = zero_rows(block, jax.eval_shape(step, state, data_state)[2])
 
         def body(i, carry):
             state, data_state, infos = carry
             state, data_state, info = step(state, data_state)
-            return (
-                state,
-                data_state,
-                jax.tree.map(
-                    lambda whole, part: lax.dynamic_update_index_in_dim(whole, part, i, 0),
-                    infos,
-                    info,
-                ),
-            )
+
+            def put(whole, part):
+                return lax.dynamic_update_index_in_dim(whole, part, i, 0)
+
+            return state, data_state, jax.tree.map(put, infos, info)
 
         return lax.fori_loop(0, count, body, (state, data_state, infos))
 
@@ -251,7 +256,10 @@ def make_functions(
             algorithm, task, mesh, state, data, plan.eval_auxiliary, first, plan.eval_distance
         )
         found = more if found is None else evaluate.merge(found, more, first)
-        apart = evaluate.evaluate_validation(algorithm, task, mesh, state, data)
+        apart = None
+        if data.validation is not None:
+            chosen_by = data.replace(test=data.validation)
+            apart = evaluate.evaluate_block(algorithm, task, mesh, state, chosen_by, False)
         return found, algorithm.serve(state).model_index, apart
 
     return begin, train, test

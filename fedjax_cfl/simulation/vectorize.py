@@ -23,14 +23,14 @@ from fedjax_cfl.formatting import shorten
 from fedjax_cfl.sharding import is_cpu, replicate
 from fedjax_cfl.simulation.program import (
     Program,
+    Source,
     check_data,
     check_plan,
     compile_functions,
     make_program,
     trace_programs,
 )
-from fedjax_cfl.simulation.rounds import Plan, make_functions, state_shapes
-from fedjax_cfl.simulation.setup import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup, make_functions, state_shapes
 from fedjax_cfl.types import Algorithm, FederatedData, Task
 
 
@@ -89,11 +89,11 @@ def compile_members(
     lifted = [lift(each, *axes) for each, axes in zip(functions, LIFTED, strict=True)]
     feed = DeviceFeed(held, plan.rounds, plan.eval_every)
     made = setup._replace(algorithm=algorithm)
-    given = settings, keys
+    source = Source(lifted, made, (settings, keys), feed)
     with explain_obstacles():
-        for _, traced in trace_programs(lifted, made, given, feed):  # what compiling finds again
+        for _, traced in trace_programs(source):  # what compiling finds again
             check_decompositions(traced, mesh)
-        compiled = compile_functions(lifted, made, given, feed)
+        compiled = compile_functions(source)
     alone = [
         state_shapes(Setup(algorithm, task, own[s % len(own)], drift, mesh), key)
         for s, key in enumerate(keys)

@@ -65,7 +65,7 @@ class System(NamedTuple):
         ids = select.select(key, state.selection, state, data)
         return ids, select.poll(key, state, data) if select.poll else reports.no_bill()
 
-    def slow_down(self, keys: Key, cohort: Cohort, work: Work) -> Work:
+    def apply_stragglers(self, keys: Key, cohort: Cohort, work: Work) -> Work:
         """Returns the work that each client completes: stragglers take fewer steps."""
         fraction = faults.apply_stragglers(self.faults, keys[FAULTS], cohort, work.step_fraction)
         return work._replace(step_fraction=fraction)

@@ -110,6 +110,6 @@ def summarize(by_group: Any, measures: Any, table: Any, counts: Any) -> dict[str
     """Returns the measures and loss [] over all test samples, as `by_group` of a task adds them up,
     and those over clients of its function `measures`, see `Targets.summarize`.
     """
-    everybody = table.samples.__array_namespace__().where(table.samples > 0, 0, -1)
-    row = {name: values[0] for name, values in by_group(table, everybody, 1).items()}
+    one_group = table.samples.__array_namespace__().where(table.samples > 0, 0, -1)
+    row = {name: values[0] for name, values in by_group(table, one_group, 1).items()}
     return row | over_clients(measures(table))

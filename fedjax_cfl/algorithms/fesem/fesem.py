@@ -22,7 +22,6 @@ from typing_extensions import TypeAliasType
 
 from fedjax_cfl.algorithms.fesem.start import (
     MODELS,
-    MakeStart,
     cluster_local_models,
     is_weighted,
     random_models,
@@ -42,6 +41,7 @@ from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn, AssignFn, FinishFn, Method, MigrateFn, PrepareFn, Round
 from fedjax_cfl.round.aggregate import uniform_mean, weighted_mean
 from fedjax_cfl.round.engine import federated
+from fedjax_cfl.round.start import MakeStart
 from fedjax_cfl.sharding import put_models
 from fedjax_cfl.system.faults import fill_rows
 from fedjax_cfl.system.reports import make_report
@@ -139,7 +139,7 @@ def fesem(
     of all clients nothing changes, and without it such a client moves only if the centers have
     moved since it was last selected.
     """
-    nearest = pick_distance(distance)(task)
+    nearest = pick(distance, **DISTANCES)(task)
     objective, prepare = pick(form, prox=pull_plainly, eq8=pull_by_size)(task, mu)
     starts = {"local": cluster_local_models(restarts), "random_models": random_models}
     first, move = pick(start, **starts)(task, local, system, m), None
@@ -160,11 +160,6 @@ def fesem(
     return federated(task, local, system, method)
 
 
-def full_distance(task: Task) -> NearestFn:
-    """Measures the distance of whole models."""
-    return nearest_center
-
-
 def last_layer_distance(task: Task) -> NearestFn:
     """Measures the distance of the kernels of the layer `head` (D26).
 
@@ -178,11 +173,6 @@ def last_layer_distance(task: Task) -> NearestFn:
     return lambda models, centers: nearest_center(
         models["head"]["kernel"], centers["head"]["kernel"]
     )
-
-
-def pick_distance(distance: DistanceName | DistanceFn) -> DistanceFn:
-    """Returns the distance of models of this name."""
-    return pick(distance, full=full_distance, last_layer=last_layer_distance)
 
 
 def nearest_center(models: Params, centers: Params) -> jax.Array:
@@ -207,6 +197,12 @@ def nearest_center(models: Params, centers: Params) -> jax.Array:
     centers = drop_statistics(fill_rows(~usable, 0.0, centers))
     gap = sum(jax.tree.leaves(jax.tree.map(part, drop_statistics(models), centers)))
     return jnp.argmin(jnp.where(usable, gap, jnp.inf), axis=1).astype(jnp.int32)
+
+
+DISTANCES: dict[str, DistanceFn] = {
+    "full": lambda task: nearest_center,  # of whole models
+    "last_layer": last_layer_distance,
+}
 
 
 def nearest_stored_center(nearest_of: NearestFn) -> AssignFn:

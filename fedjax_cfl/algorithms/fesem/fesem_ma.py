@@ -13,7 +13,7 @@ Differs from the paper, which gives neither details nor code of the combination:
 model keeps the order it got on arrival, also where it is later compared with another
 center or averaged into it; widths are fixed, where PFNM lets a center grow; FedMA's rounds that
 retrain the layers above each matched one are left out. Clients that train from the center
-hardly ever change the order (benchmarks/results/fesem_table3): with `weigh_plainly` the
+hardly ever change the order (benchmarks/results/fesem_table3): with `head=plain` the
 method then is FeSEM.
 """
 
@@ -21,7 +21,6 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import Partial
 
 from fedjax_cfl.algorithms.fesem.fesem import (
     e_step_of_all,
@@ -38,17 +37,16 @@ from fedjax_cfl.algorithms.fesem.matching import (
 )
 from fedjax_cfl.algorithms.fesem.start import MODELS, cluster_local_models
 from fedjax_cfl.client.cohort import ClientFn
-from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
-from fedjax_cfl.client.sgd import sgd
+from fedjax_cfl.client.sgd import ClientInputs, change_training, sgd
 from fedjax_cfl.data.federated import check_classes, train_label_counts
 from fedjax_cfl.method import AggregateFn, AssignFn, Method, Round, Start, StartFn
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.tree import membership_weights, take_rows
-from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task
+from fedjax_cfl.tree import membership_weights
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Params, Report, State, Task, Upload
 from fedjax_cfl.validation import NonNegativeFloat, PositiveInt, checked
 
 
@@ -66,20 +64,16 @@ def recount(r: Round) -> tuple[State, jax.Array]:
 def match_to_center(solve: ClientFn, layers: tuple[Layer, ...]) -> ClientFn:
     """Reorders the hidden units of each trained model as those of the center it started from."""
 
-    def solve_and_match(solve, client, data, shared, work):
-        center = take_rows(shared[1], work.group)
+    def match(c: ClientInputs, model: None, upload: Upload) -> Upload:
+        center = c.model
+        orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
+        # Reordering is linear; done this way, an order that stays leaves the update as it was, bit
+        # for bit.
+        shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
+        moved = permute_hidden_units(layers, upload.delta, orders)
+        return upload.replace(delta=jax.tree.map(jnp.add, shift, moved))
 
-        def match(upload):
-            orders = align_to_center(layers, jax.tree.map(jnp.add, center, upload.delta), center)
-            # Reordering is linear; done this way, an order that stays leaves the update as it was,
-            # bit for bit.
-            shift = jax.tree.map(jnp.subtract, permute_hidden_units(layers, center, orders), center)
-            moved = permute_hidden_units(layers, upload.delta, orders)
-            return upload.replace(delta=jax.tree.map(jnp.add, shift, moved))
-
-        return map_result(solve(client, data, shared, work), match)
-
-    return Partial(solve_and_match, solve)
+    return change_training(solve, match)
 
 
 def with_class_counts(start_models: StartFn, words: int) -> StartFn:
@@ -106,10 +100,8 @@ def send_class_counts(assign: AssignFn, words: int) -> AssignFn:
     """
 
     def with_counts(r: Round) -> tuple[jax.Array, Report]:
-        data = r.data
         gid, report = assign(r)
-        real = r.cohort.ids < data.num_clients
-        sent = make_bill(words_up=real * data.num_classes * words)
+        sent = make_bill(words_up=r.real * r.data.num_classes * words)
         return gid, report.replace(bill=add_bills(report.bill, sent))
 
     return with_counts
@@ -125,16 +117,6 @@ def mean_over_cohort(mean: AggregateFn) -> AggregateFn:
         return mean(r._replace(state=r.state.put_rows({MODELS: stored})))
 
     return aggregate
-
-
-def weigh_plainly(head: str) -> tuple[AggregateFn, int]:
-    """Averages the output layer like the others; returns (mean, 0 words up per class)."""
-    return stored_mean, 0
-
-
-def weigh_classes(head: str) -> tuple[AggregateFn, int]:
-    """Averages the output layer by classes; returns (mean, 1 word up per class)."""
-    return class_weighted_mean(head), 1
 
 
 def class_weighted_mean(head: str) -> AggregateFn:
@@ -201,7 +183,9 @@ def fesem_ma(
     a model that is no such chain.
     """
     layers = find_layers(task)
-    mean, words = (weigh_classes if head == "classes" else weigh_plainly)(layers[-1].name)
+    by_class = head == "classes"
+    mean = class_weighted_mean(layers[-1].name) if by_class else stored_mean
+    words = int(by_class)  # up for each class
     solve = sgd(task, local, proximal(mu, erm(task)))
     method = Method(
         solve=match_to_center(solve, layers),

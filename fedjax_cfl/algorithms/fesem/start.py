@@ -1,6 +1,5 @@
 """How FeSEM starts: the models that the server keeps of every client, and the first centers."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
@@ -19,7 +17,7 @@ from fedjax_cfl.clustering.features import top_eigenpairs
 from fedjax_cfl.clustering.kmeans import kmeans
 from fedjax_cfl.decompose import eigh
 from fedjax_cfl.method import Start, StartFn
-from fedjax_cfl.round.start import copy_model, random_groups
+from fedjax_cfl.round.start import MakeStart, copy_model, random_groups
 from fedjax_cfl.sharding import flatten_updates, on_every_device, put_models
 from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.system.system import SystemLike
@@ -32,7 +30,6 @@ from fedjax_cfl.validation import PositiveInt, checked
 MAX_EMBEDDING_DIMENSIONS = 256
 
 MODELS = "models"
-MakeStart = TypeAliasType("MakeStart", Callable[[Task, Local, SystemLike, int], StartFn])
 
 
 class ClientModels(struct.PyTreeNode):

@@ -10,7 +10,6 @@ gave; one that has never had any is in no group. The paper does not say which op
 mean of old models gets: here moments are mixed as models are.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -45,13 +44,13 @@ from fedjax_cfl.clustering.recluster import (
     pick_trigger,
     rowwise,
 )
-from fedjax_cfl.method import AggregateFn, FinishFn, Method, MigrateFn, Round, Start, StartFn
+from fedjax_cfl.method import AggregateFn, Method, MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import MEANS, MeanName, q_fair
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import copy_model, keep_groups
 from fedjax_cfl.system.reports import add_bills, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
-from fedjax_cfl.types import Algorithm, Cohort, FederatedData, Key, Report, State, Task
+from fedjax_cfl.types import Algorithm, FederatedData, Key, Report, State, Task
 from fedjax_cfl.validation import (
     Fraction,
     NaturalInt,
@@ -64,32 +63,13 @@ from fedjax_cfl.validation import (
 )
 
 
-class Reporters(NamedTuple):
-    """Which clients may report drift: all or none at the `start`, then as `update` says."""
-
-    start: bool
-    # (may_report [K] bool, cohort) -> may_report [K] bool
-    update: Callable[[jax.Array, Cohort], jax.Array]
-
-
-# all drifted clients report at once: the point of the method
-all_report = Reporters(True, lambda may_report, cohort: may_report)
-# only the clients of the last cohort report (ablation of appendix B)
-cohort_reports = Reporters(
-    False, lambda may_report, cohort: cohort.put(jnp.zeros_like(may_report), True)
-)
-
-
-REPORTERS = {"all": all_report, "cohort": cohort_reports, "nobody": None}
-
-
 class DriftRule(NamedTuple):
     """What happens when clients drift."""
 
     cluster: ClusterFn
     trigger: Trigger  # of a new clustering of all clients
     report_above: float  # a client reports when it has moved further than this
-    hear: Reporters | None  # None: groups are static
+    reporters: str  # who may report drift: all | cohort | none, then groups are static
 
 
 REPORTS = "reports"
@@ -132,7 +112,7 @@ def fielding(
     delta: PositiveFloat = 0.1,
     report_above: NonNegativeFloat = 0.0,
     false_reports: Fraction = 0.0,
-    hear: Literal["all", "cohort", "nobody"] = "all",
+    reporters: Literal["all", "cohort", "none"] = "all",
     mu: NonNegativeFloat | jax.Array = 0.0,
     aggregate: MeanName | AggregateFn = "uniform",
     server: Literal["none", "yogi"] | optax.GradientTransformation = "none",
@@ -148,7 +128,7 @@ def fielding(
     `trigger` of a new clustering, see `clustering.recluster`: center_shift and since_clustering
     with `tau` | pairwise and pairwise_fixed with `delta` | always | never; a client reports when it
     has moved further than `report_above`; `false_reports` is the share of the clients that permute
-    what they report; `hear`: whose drift is handled: all | cohort (the last one) | nobody; `mu` is
+    what they report; `reporters` may report drift: all | cohort (the last one) | none; `mu` is
     the weight of FedProx's pull to the received model; `aggregate` is uniform | samples; `server`
     an optimizer of each group, none | yogi, with step size `server_lr`; `q` > 0 weighs clients by
     their loss as q-FedAvg does, in place of `aggregate`.
@@ -161,15 +141,15 @@ def fielding(
         representation = with_false_reports(representation, false_reports)
     silhouette = by_silhouette(restarts, participants=participants)
     clusters = pick(cluster, silhouette=silhouette, k_center=k_center)
-    rule = DriftRule(clusters, pick_trigger(trigger, tau, delta), report_above, REPORTERS[hear])
+    rule = DriftRule(clusters, pick_trigger(trigger, tau, delta), report_above, reporters)
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=cluster_at_start(task, representation, rule, m),
-        migrate=follow_drift(representation, rule) if rule.hear else None,
+        migrate=None if reporters == "none" else follow_drift(representation, rule),
         assign=keep_groups,
         aggregate=pick(aggregate, **MEANS),
         server=pick(server, none=None, yogi=yogi(server_lr)),
-        finish=note_reporters(rule.hear) if rule.hear else None,
+        finish=note_cohort if reporters == "cohort" else None,
         takes_newcomers=False,
     )
     if not (is_number(q) and q == 0):
@@ -194,7 +174,7 @@ def cluster_at_start(
             representation.report(alive, points.shape[1]),
         )
         none = jnp.zeros(data.num_clients, bool)
-        may_report = none | (rule.hear is not None and rule.hear.start)
+        may_report = none | (rule.reporters == "all")
         return Start(
             groups=copy_model(task.init(keys[0]), m),
             assignment=labels,
@@ -275,13 +255,10 @@ def recluster_all(rule: DriftRule, key: Key, state: State, moves: DriftEvent) ->
     )
 
 
-def note_reporters(hear: Reporters) -> FinishFn:
-    """Stores which clients may report drift before the next round."""
-
-    def finish(r: Round) -> State:
-        kept = r.state.rows[REPORTS]
-        return r.state.put_rows(
-            {REPORTS: kept.replace(may_report=hear.update(kept.may_report, r.cohort))}
-        )
-
-    return finish
+def note_cohort(r: Round) -> State:
+    """Lets the clients of the cohort, and no others, report drift before the next round (a
+    `FinishFn`; ablation of appendix B).
+    """
+    kept = r.state.rows[REPORTS]
+    may_report = r.cohort.put(jnp.zeros_like(kept.may_report), True)
+    return r.state.put_rows({REPORTS: kept.replace(may_report=may_report)})

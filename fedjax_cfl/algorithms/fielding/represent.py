@@ -13,8 +13,8 @@ from jax import lax
 from jax.tree_util import Partial
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.client.cohort import SAMPLE_BLOCK, client_range, map_clients, read_block
-from fedjax_cfl.client.executor import Loop, map_result
+from fedjax_cfl.client.cohort import map_clients, pass_over_samples
+from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import gradient_step
 from fedjax_cfl.clustering.distances import MetricFn, l1, squared_euclidean
@@ -95,19 +95,15 @@ def embedding(
         return train_network(key, data, units, drawn, epochs, lr)
 
     def make(task: Task, local: Local) -> Representation:
-
         def client_mean(client, data, shared, work):
-            count, first = client_range(client, data)
-
-            def block(b, total):
-                x, _, owner = read_block(client, data, (count, first), b)
+            def add(total, x, y, owner, number):
                 seen = jnp.where((owner >= 0)[:, None], hidden_layer(shared, x), 0.0)
                 return total + jnp.sum(seen, axis=0)
 
-            def end(total):
+            def mean(total, count):
                 return total / jnp.maximum(count, 1)
 
-            return Loop(-(-count // SAMPLE_BLOCK), jnp.zeros(units), block, end)
+            return pass_over_samples(client, data, jnp.zeros(units), add, mean)
 
         return Representation(
             init,

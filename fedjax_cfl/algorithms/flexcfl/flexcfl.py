@@ -17,18 +17,13 @@ from typing import Any, Literal
 import jax
 
 from fedjax_cfl.algorithms.flexcfl.founding import (
+    MEASURES,
     ColdStart,
     MeasureFn,
     Pretrain,
-    cluster_by_edc,
-    cluster_by_madc,
-    cluster_by_randomized_edc,
     draw_founders,
     group_cold_start,
-    one_founder_each,
     parse_pretrain,
-    start_from_founders,
-    start_from_initial,
 )
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import erm, proximal
@@ -85,15 +80,9 @@ def flexcfl(
     groups, detect = count_groups(m, max_m), pick(detector, **DETECTORS)
     first = train_without_recording(sgd(task, parse_pretrain(pretrain)(local)), local, system)
     nearest = cold_start(nearest_direction(first))
-    measures = {
-        "edc": cluster_by_edc(restarts),
-        "edc_randomized": cluster_by_randomized_edc(restarts),
-        "madc": cluster_by_madc,
-        "none": one_founder_each,
-    }
-    model = start_from_founders if group_start == "pretrained" else start_from_initial
     mixed = inter_group if mix == "normalized" else add_inter_group
-    founding = ColdStart(alpha, pick(measure, **measures), model)
+    found = pick(measure, **MEASURES)
+    founding = ColdStart(alpha, found, restarts, group_start == "pretrained")
 
     def start_clients(key: Key, num_clients: int) -> jax.Array:
         ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, alpha)

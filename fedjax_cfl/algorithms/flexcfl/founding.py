@@ -10,6 +10,7 @@ from typing import Annotated, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import ArrayLike
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import make_cohort
@@ -25,8 +26,8 @@ from fedjax_cfl.method import Start, StartFn
 from fedjax_cfl.round.start import GroupCount
 from fedjax_cfl.system.reports import add_bills, make_bill
 from fedjax_cfl.tree import group_mean
-from fedjax_cfl.types import FederatedData, Key, Params, Task, Upload
-from fedjax_cfl.validation import PositiveInt, Rule, checked
+from fedjax_cfl.types import FederatedData, Key, Params, Task
+from fedjax_cfl.validation import Rule
 
 
 class ColdStartMemory(struct.PyTreeNode):
@@ -37,61 +38,66 @@ class ColdStartMemory(struct.PyTreeNode):
     has_founders: jax.Array  # [m] bool, the group has founders
 
 
-# (key, upload, rows [F] int32, valid [F] bool, groups) -> the groups [F] int32 of F founders by
-# their updates, which are in these rows of the upload, and count where `valid`
-MeasureFn = TypeAliasType(
-    "MeasureFn", Callable[[Key, Upload, jax.Array, jax.Array, GroupCount], jax.Array]
-)
+class Founders(NamedTuple):
+    """The F clients that found the groups, and what clusters them."""
+
+    key: Key
+    delta: Params  # [S, ...], the updates of a cohort
+    rows: jax.Array  # [F] int32, those of the founders
+    valid: jax.Array  # [F] bool, which of them count
+    groups: GroupCount
+    restarts: int  # of K-means++
+
+    @property
+    def gram(self) -> jax.Array:
+        """The inner products [F, F] of their updates."""
+        return distances.gram(self.delta)[self.rows][:, self.rows]
+
+    def cluster(self, points: jax.Array, used: ArrayLike | None = None) -> jax.Array:
+        """Returns the groups [F] of founders by their features [F, p], see `kmeans`."""
+        weight = self.valid.astype(jnp.float32)
+        m, restarts = self.groups.size, self.restarts
+        return kmeans(self.key, points, m, restarts, weight=weight, used=used).labels
 
 
-@checked("algorithm")
-def cluster_by_edc(restarts: PositiveInt = 10) -> MeasureFn:
+# (founders) -> their groups [F] int32
+MeasureFn = TypeAliasType("MeasureFn", Callable[[Founders], jax.Array])
+
+
+def cluster_by_edc(founders: Founders) -> jax.Array:
     """Clusters decomposed cosine features by K-means++ (FedGroup, eq. 8)."""
-
-    def measure(
-        key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
-    ) -> jax.Array:
-        gram, m = distances.gram(upload.delta)[rows][:, rows], groups.size
-        used, weight = groups.used if groups.is_padded else None, valid.astype(jnp.float32)
-        points = features.edc(gram, m, used)
-        return kmeans(key, points, m, restarts, weight=weight, used=used).labels
-
-    return measure
+    groups = founders.groups
+    used = groups.used if groups.is_padded else None
+    return founders.cluster(features.edc(founders.gram, groups.size, used), used)
 
 
-@checked("algorithm")
-def cluster_by_randomized_edc(restarts: PositiveInt = 10) -> MeasureFn:
-    """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders.
-
-    Its measure raises InputError for padded groups: what is drawn depends on their number.
+def cluster_by_randomized_edc(founders: Founders) -> jax.Array:
+    """Clusters as `cluster_by_edc`, without a Gram matrix, for thousands of founders. Raises
+    InputError for padded groups: what is drawn depends on their number.
     """
-
-    def measure(
-        key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
-    ) -> jax.Array:
-        if groups.is_padded:
-            raise InputError("algorithm.max_m: cannot be used with measure=edc_randomized")
-        points, m = features.edc_randomized(key, upload.delta, groups.size)[rows], groups.size
-        return kmeans(key, points, m, restarts, weight=valid.astype(jnp.float32)).labels
-
-    return measure
+    key, delta, rows, _, groups, _ = founders
+    if groups.is_padded:
+        raise InputError("algorithm.max_m: cannot be used with measure=edc_randomized")
+    return founders.cluster(features.edc_randomized(key, delta, groups.size)[rows])
 
 
-def cluster_by_madc(
-    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
-) -> jax.Array:
-    """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7;
-    a `MeasureFn`).
-    """
-    gram = distances.gram(upload.delta)[rows][:, rows]
-    return agglomerate(features.madc(gram, valid), groups.used, "complete", valid)
+def cluster_by_madc(founders: Founders) -> jax.Array:
+    """Clusters mean absolute differences of cosines by complete linkage (FedGroup, eq. 7)."""
+    apart = features.madc(founders.gram, founders.valid)
+    return agglomerate(apart, founders.groups.used, "complete", founders.valid)
 
 
-def one_founder_each(
-    key: Key, upload: Upload, rows: jax.Array, valid: jax.Array, groups: GroupCount
-) -> jax.Array:
-    """Makes each founder a group (ablation RCC, with one founder per group; a `MeasureFn`)."""
-    return jnp.arange(rows.size) % groups.used
+def one_founder_each(founders: Founders) -> jax.Array:
+    """Makes each founder a group (ablation RCC, with one founder per group)."""
+    return jnp.arange(founders.rows.size) % founders.groups.used
+
+
+MEASURES: dict[str, MeasureFn] = {
+    "edc": cluster_by_edc,
+    "edc_randomized": cluster_by_randomized_edc,
+    "madc": cluster_by_madc,
+    "none": one_founder_each,
+}
 
 
 Pretrain = TypeAliasType(
@@ -119,22 +125,13 @@ def parse_pretrain(text: str) -> Callable[[Local], Local]:
     return lambda local: local.replace(steps=int(number), fill_batches=kind == "filled")
 
 
-def start_from_founders(directions: Params) -> Params:
-    """Starts groups from the mean of their founders' models; returns model - initial model."""
-    return directions
-
-
-def start_from_initial(directions: Params) -> Params:
-    """Starts groups from the initial model; returns model - initial model, which is 0."""
-    return jax.tree.map(jnp.zeros_like, directions)
-
-
 class ColdStart(NamedTuple):
     """How groups are founded."""
 
     alpha: int  # founders per group
     measure: MeasureFn
-    group_start: Callable[[Params], Params]
+    restarts: int
+    from_founders: bool  # groups start from the mean of their founders' models, else the initial
 
 
 def group_cold_start(
@@ -159,17 +156,20 @@ def group_cold_start(
         # slots in the order of selection, whatever the devices
         rows = jnp.argsort(cohort.rank)[: ids.size]
         valid = upload.weight[rows] > 0
-        labels = jnp.where(valid, founding.measure(keys[3], upload, rows, valid, groups), -1)
+        founders = Founders(keys[3], upload.delta, rows, valid, groups, founding.restarts)
+        labels = jnp.where(valid, founding.measure(founders), -1)
         gid = jnp.full(cohort.ids.shape, -1, jnp.int32).at[rows].set(labels.astype(jnp.int32))
         counts = (gid >= 0).astype(jnp.float32)
-        directions, founders = group_mean(counts, gid, upload.delta, groups.size)
+        directions, number = group_mean(counts, gid, upload.delta, groups.size)
+        zeros = jax.tree.map(jnp.zeros_like, directions)
+        moved = directions if founding.from_founders else zeros
         drawn = cohort.ids < clients
         sent = make_bill(units_down=drawn * (1 + groups.used), units_up=drawn)
         return Start(
-            groups=jax.tree.map(jnp.add, initial, founding.group_start(directions)),
+            groups=jax.tree.map(jnp.add, initial, moved),
             active=groups.active,
             assignment=cohort.put(jnp.full(clients, -1, jnp.int32), gid),
-            memory=ColdStartMemory(initial, directions, founders > 0),
+            memory=ColdStartMemory(initial, directions, number > 0),
             rows={SHIFT_REFERENCE: init_reference(data)},
             report=report.replace(bill=add_bills(report.bill, sent)),
         )

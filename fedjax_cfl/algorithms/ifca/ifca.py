@@ -14,7 +14,12 @@ import jax
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.algorithms.fedavg import charge_full_gradient
-from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName, independent_models, pick_start
+from fedjax_cfl.algorithms.ifca.start import (
+    StartName,
+    independent_models,
+    reject_unbalanced,
+    spread_models,
+)
 from fedjax_cfl.client.cohort import ClientFn
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import Objective, erm, proximal
@@ -32,7 +37,7 @@ from fedjax_cfl.clustering.migrate import (
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.method import AggregateFn
 from fedjax_cfl.round.aggregate import MEANS, cohort_mean
-from fedjax_cfl.round.start import count_groups
+from fedjax_cfl.round.start import MakeStart, count_groups
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.types import Algorithm, Task
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked, pick
@@ -73,7 +78,13 @@ def ifca(
     Raises InputError for `max_m` below m, for an array m without it, and for more room than m with
     another start than independent_models.
     """
-    size, start = count_groups(m, max_m), pick_start(start, share)
+    size, rejected = count_groups(m, max_m), reject_unbalanced(share)
+    start = pick(
+        start,
+        random=independent_models,
+        reject_unbalanced=rejected,
+        kmeanspp_loss=spread_models,
+    )
     random = start is independent_models
     train = pick(solve, sgd=sgd, gradient_step=gradient_step)
     if size.is_padded and not random:

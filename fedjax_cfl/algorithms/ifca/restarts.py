@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_cfl.algorithms.ifca.ifca import IfcaMean, ifca
-from fedjax_cfl.algorithms.ifca.start import MakeStart, StartName
+from fedjax_cfl.algorithms.ifca.start import StartName
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering.measure import MakeMeasure
 from fedjax_cfl.method import AggregateFn
+from fedjax_cfl.round.start import MakeStart
 from fedjax_cfl.system.reports import add_fault_counts, add_to_ledger, sum_rounds
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import take_rows

@@ -1,12 +1,10 @@
 """Starts of IFCA: m random models, or such as suit the clients of the first round."""
 
-from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.client.cohort import client_range, make_cohort, over_clients
 from fedjax_cfl.client.local import Local
@@ -16,17 +14,15 @@ from fedjax_cfl.clustering.assign import train_without_recording
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.method import Start, StartFn
-from fedjax_cfl.round.start import random_groups
+from fedjax_cfl.round.start import MakeStart, random_groups
 from fedjax_cfl.system.reports import add_bills, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike, as_system
 from fedjax_cfl.tree import take_rows
 from fedjax_cfl.types import Cohort, FederatedData, Key, Task
-from fedjax_cfl.validation import Fraction, checked, pick
+from fedjax_cfl.validation import Fraction, checked
 
 MAX_DRAWS = 100
 StartName = Literal["random", "reject_unbalanced", "kmeanspp_loss"]
-
-MakeStart = TypeAliasType("MakeStart", Callable[[Task, Local, SystemLike, int], StartFn])
 
 
 def independent_models(task: Task, local: Local, system: SystemLike, m: int) -> StartFn:
@@ -116,13 +112,3 @@ def spread_models(task: Task, local: Local, system: SystemLike, m: int) -> Start
         return Start(take_rows(models, chosen), report=report)
 
     return start
-
-
-def pick_start(start: StartName | MakeStart, share: float) -> MakeStart:
-    """Returns the start of this name; `share` is that of `reject_unbalanced`."""
-    return pick(
-        start,
-        random=independent_models,
-        reject_unbalanced=reject_unbalanced(share),
-        kmeanspp_loss=spread_models,
-    )

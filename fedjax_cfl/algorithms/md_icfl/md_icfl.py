@@ -18,7 +18,7 @@ prior mean 0.5 is read as mid-grey, which is 0 for pixels in [-1, 1].
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,27 +35,17 @@ from fedjax_cfl.algorithms.md_icfl.synthesis import (
     predict_alone,
 )
 from fedjax_cfl.client.cohort import CohortFn, over_clients
-from fedjax_cfl.client.local import Local, Work
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.data.federated import check_classes, train_label_shares
 from fedjax_cfl.method import AggregateFn, Method, MigrateFn, RegroupFn, Round, Start, StartFn
 from fedjax_cfl.round.aggregate import MEANS, MeanName
 from fedjax_cfl.round.engine import federated
-from fedjax_cfl.round.start import common_model, copy_model, keep_groups, random_groups
-from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report, no_bill
+from fedjax_cfl.round.start import charge, common_model, copy_model, keep_groups, random_groups
+from fedjax_cfl.system.reports import add_to_ledger, make_bill, make_report
 from fedjax_cfl.system.system import SystemLike
 from fedjax_cfl.tree import copy_statistics, take_rows, where_rows
-from fedjax_cfl.types import (
-    Algorithm,
-    Bill,
-    Cohort,
-    FederatedData,
-    Key,
-    Params,
-    Report,
-    State,
-    Task,
-)
+from fedjax_cfl.types import Algorithm, Bill, FederatedData, Key, Params, Report, State, Task
 from fedjax_cfl.validation import (
     Count,
     FiniteFloat,
@@ -72,14 +62,6 @@ NOISE_SHARE = 0.1  # of the root mean square of a leaf
 RefillFn = TypeAliasType("RefillFn", Callable[[Task, Key, Params, jax.Array], Params])
 
 
-class Privacy(NamedTuple):
-    """Who learns the label shares of the clients, and what that costs."""
-
-    init: Callable[[FederatedData], Any]  # (data) -> memory
-    # (memory, data, cohort, answered [S] bool, m) -> (label shares [S, C], memory, Bill)
-    weigh: Callable[..., tuple[jax.Array, Any, Bill]]
-
-
 LABELS = "labels"
 
 
@@ -92,52 +74,20 @@ class LabelShares(struct.PyTreeNode):
     known: jax.Array  # [K] bool
 
 
-def init_label_shares(data: FederatedData) -> LabelShares:
-    """Returns the memory of a server to which no client has sent its label shares yet."""
-    clients = data.num_clients
-    return LabelShares(jnp.zeros((clients, data.num_classes)), jnp.zeros(clients, bool))
-
-
-def send_label_shares(
-    memory: LabelShares, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
-) -> tuple[jax.Array, LabelShares, Bill]:
-    """Keeps the label shares that each client sends with its first model (Algorithm 1), see
-    `charge_label_shares`.
-
-    Args: `memory` is what the server knows of the labels; `answered` [S] bool are the clients
-    whose model has arrived; `m` is the number of groups. Returns what `Privacy.weigh` does.
+def keep_label_shares(r: Round, share: jax.Array) -> tuple[jax.Array, LabelShares]:
+    """Returns the label shares [S, C] that the clients of the cohort sent with their first model
+    (Algorithm 1), for some of them the `share` [S, C] now, and what the server then knows.
     """
-    client = jnp.minimum(cohort.ids, data.num_clients - 1)
-    first = answered & ~memory.known[client]
-    rows = jnp.where(first, client, data.num_clients)
-    share = memory.share.at[rows].set(train_label_shares(data)[client], mode="drop")
-    memory = LabelShares(share, memory.known.at[rows].set(True, mode="drop"))
-    return share[client], memory, no_bill()
+    kept = r.state.rows[LABELS]
+    first = (r.upload.weight > 0) & ~r.cohort.take(kept.known)
+    table = r.cohort.put(kept.share, share, first)
+    return r.cohort.take(table), LabelShares(table, r.cohort.put(kept.known, True, first))
 
 
-def charge_label_shares(r: Round) -> tuple[Work, Report]:
-    """Reports the C words of clients whose label shares the server does not know (a
-    `PrepareFn`).
-    """
+def bill_label_shares(r: Round) -> Bill:
+    """Returns the C words of clients whose label shares the server does not know."""
     unknown = ~r.cohort.take(r.state.rows[LABELS].known) & (r.cohort.take(r.data.train.size) > 0)
-    return r.work, make_report(make_bill(words_up=unknown * r.data.num_classes))
-
-
-def send_distances(
-    memory: tuple, data: FederatedData, cohort: Cohort, answered: jax.Array, m: int
-) -> tuple[jax.Array, tuple, Bill]:
-    """Lets each client weigh its class-wise distances itself (Algorithm 2): it receives m C
-    words, and sends the number of its group, one word.
-
-    Args: as those of `send_label_shares`; `memory` is ().
-    """
-    client = jnp.minimum(cohort.ids, data.num_clients - 1)
-    sent = make_bill(words_down=answered * m * data.num_classes, words_up=answered)
-    return train_label_shares(data)[client], memory, sent
-
-
-WEAK = Privacy(init_label_shares, send_label_shares)
-STRONG = Privacy(lambda data: (), send_distances)
+    return make_bill(words_up=unknown * r.data.num_classes)
 
 
 @checked("algorithm")
@@ -182,23 +132,25 @@ def md_icfl(
     draw = generator(samples, hidden, *adam, prior, bounded, warm_start)
     sampler = pick(sampling, back_search=search, generator=draw)(task, local)
     models = random_groups(task, m) if start == "random" else common_model(task, m)
-    known = WEAK if privacy == "weak" else STRONG
+    is_weak = privacy == "weak"
     refill = {"keep": None, "copy": copy_largest, "new": new_models}[empty]
     method = Method(
         sgd(task, local),
-        start=random_assignment(models, m, sampler, known),
+        start=random_assignment(models, m, sampler, is_weak),
         migrate=refill_empty_groups(task, refill) if refill else None,
         assign=keep_groups,
         takes_newcomers=True,  # by what they have trained
-        prepare=charge_label_shares if privacy == "weak" else None,
-        regroup=join_nearest_model(task, local, sampler, known),
+        prepare=charge(bill_label_shares) if is_weak else None,
+        regroup=join_nearest_model(task, local, sampler, is_weak),
         aggregate=pick(aggregate, **MEANS),
     )
     return federated(task, local, system, method)
 
 
-def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privacy) -> StartFn:
-    """Starts from the `models` of another start; every client is in a random group."""
+def random_assignment(models: StartFn, m: int, sampler: Sampler, is_weak: bool) -> StartFn:
+    """Starts from the `models` of another start; every client is in a random group. `is_weak`: the
+    server keeps label shares.
+    """
 
     def start(key: Key, data: FederatedData) -> Start:
         check_classes(data, "algorithm=md_icfl", "use another algorithm, as ifca or flexcfl")
@@ -206,16 +158,19 @@ def random_assignment(models: StartFn, m: int, sampler: Sampler, privacy: Privac
         keys = jax.random.split(jax.random.fold_in(key, m))
         assignment = jax.random.randint(keys[0], (data.num_clients,), 0, m)
         memory = sampler.init(keys[1], groups, data)
-        return Start(groups, assignment, memory, {LABELS: privacy.init(data)})
+        clients, none = data.num_clients, jnp.zeros(data.num_clients, bool)
+        labels = LabelShares(jnp.zeros((clients, data.num_classes)), none)
+        return Start(groups, assignment, memory, {LABELS: labels} if is_weak else {})
 
     return start
 
 
-def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Privacy) -> RegroupFn:
+def join_nearest_model(task: Task, local: Local, sampler: Sampler, is_weak: bool) -> RegroupFn:
     """Moves each client that answered to the group of least federated model distance.
 
     Its model is compared with the group models before the aggregation, the one it trained from
-    included.
+    included. Unless privacy `is_weak` each client weighs its class-wise distances itself (Algorithm
+    2): it receives m C words, and sends the number of its group, one word.
     """
     measure = class_distances(task, local)
 
@@ -225,9 +180,13 @@ def join_nearest_model(task: Task, local: Local, sampler: Sampler, privacy: Priv
         samples, kept = sampler.sample(r.key, state.memory, state.groups, data)
         own, m = (upload.start_group, upload.delta), state.active.size
         distance = measure(r.cohort, data, (state.groups, samples), own)
-        share, labels, sent = privacy.weigh(state.rows[LABELS], data, r.cohort, answered, m)
-        traffic = add_to_ledger(state.traffic, sent)
-        state = state.replace(memory=kept, traffic=traffic).put_rows({LABELS: labels})
+        state, share = state.replace(memory=kept), r.cohort.take(train_label_shares(data))
+        if is_weak:
+            share, labels = keep_label_shares(r, share)
+            state = state.put_rows({LABELS: labels})
+        else:
+            sent = make_bill(words_down=answered * m * data.num_classes, words_up=answered)
+            state = state.replace(traffic=add_to_ledger(state.traffic, sent))
         return state, jnp.where(answered, nearest_group(share, distance, r.group), r.group)
 
     return regroup

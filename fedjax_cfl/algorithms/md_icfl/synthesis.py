@@ -171,25 +171,23 @@ class GeneratorTraining(NamedTuple):
     adam: optax.GradientTransformation
     steps: int
     batch: int  # random labels in one step
+    module: Generator
+    classes: int  # C
 
-    def start(self, module: Generator, key: Key, num_classes: int) -> Any:
+    def start(self, key: Key) -> Any:
         """Returns new variables of the generator."""
-        return module.init(key, jnp.zeros((1, NOISE)), jnp.zeros((1, num_classes)), False)
+        return self.module.init(key, jnp.zeros((1, NOISE)), jnp.zeros((1, self.classes)), False)
 
-    def train(
-        self, module: Generator, key: Key, variables: Any, model: Params, num_classes: int
-    ) -> Loop:
-        """Returns the training of the variables, `steps` steps that minimise eq. 7.
-
-        Args: `key` draws noise and labels; `variables` are the generator's, as `start` returns
-        them; `model` is the one whose samples it learns; `num_classes` is C.
+    def train(self, key: Key, variables: Any, model: Params) -> Loop:
+        """Returns the training of the variables, `steps` steps that minimise eq. 7. `model` is the
+        one whose samples the generator learns.
         """
 
         def objective(params, statistics, noise, label):
-            x, changed = module.apply(
+            x, changed = self.module.apply(
                 {"params": params, "batch_stats": statistics},
                 noise,
-                jax.nn.one_hot(label, num_classes),
+                jax.nn.one_hot(label, self.classes),
                 True,
                 mutable=["batch_stats"],
             )
@@ -201,7 +199,7 @@ class GeneratorTraining(NamedTuple):
             params, statistics, moments = carry
             keys = jax.random.split(jax.random.fold_in(key, number))
             noise = jax.random.normal(keys[0], (self.batch, NOISE))
-            label = jax.random.randint(keys[1], (self.batch,), 0, num_classes)
+            label = jax.random.randint(keys[1], (self.batch,), 0, self.classes)
             gradient, statistics = jax.grad(objective, has_aux=True)(
                 params, statistics, noise, label
             )
@@ -214,16 +212,10 @@ class GeneratorTraining(NamedTuple):
             self.steps, begun, step, lambda carry: {"params": carry[0], "batch_stats": carry[1]}
         )
 
-    def draw(
-        self, module: Generator, key: Key, variables: Any, labels: jax.Array, classes: int
-    ) -> Any:
-        """Returns one sample [n, ...] for each of the labels [n].
-
-        Args: `key` draws the noise; `variables` are the trained generator's; `labels` [n]
-        int32; `classes` is C.
-        """
+    def draw(self, key: Key, variables: Any, labels: jax.Array) -> Any:
+        """Returns one sample [n, ...] for each of the labels [n] int32."""
         noise = jax.random.normal(key, (labels.size, NOISE))
-        return module.apply(variables, noise, jax.nn.one_hot(labels, classes), False)
+        return self.module.apply(variables, noise, jax.nn.one_hot(labels, self.classes), False)
 
 
 @checked("algorithm")
@@ -249,28 +241,30 @@ def generator(
     adam = optax.adam(generator_lr)
 
     def make(task: Task, local: Local) -> Sampler:
-        training = GeneratorTraining(task, prior, adam, generator_steps, generator_batch)
+        def training_for(data: FederatedData) -> GeneratorTraining:
+            module, settings = Generator(hidden, data.x.shape[1:], bounded), (task, prior, adam)
+            count = data.num_classes
+            return GeneratorTraining(*settings, generator_steps, generator_batch, module, count)
 
         def init(key: Key, models: Params, data: FederatedData):
-            module = Generator(hidden, data.x.shape[1:], bounded)
             keys = jax.random.split(key, len(jax.tree.leaves(models)[0]))
-            return jax.vmap(lambda key: training.start(module, key, data.num_classes))(keys)
+            return jax.vmap(training_for(data).start)(keys)
 
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
-            module, classes = Generator(hidden, data.x.shape[1:], bounded), data.num_classes
+            training, classes = training_for(data), data.num_classes
             labels = class_labels(classes, samples)
 
             def one(inputs):
                 keys, variables, model = inputs
 
                 def draw(variables):
-                    return training.draw(module, keys[1], variables, labels, classes), variables
+                    return training.draw(keys[1], variables, labels), variables
 
-                return map_result(training.train(module, keys[0], variables, model, classes), draw)
+                return map_result(training.train(keys[0], variables, model), draw)
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
-            variables = jax.vmap(lambda key: training.start(module, key, classes))(keys[:, 2])
+            variables = jax.vmap(training.start)(keys[:, 2])
             if warm_start:
                 finite = jnp.isfinite(squared_leaf_norms(memory).sum(0))  # what is not stays so
                 variables = where_rows(finite, memory, variables)
