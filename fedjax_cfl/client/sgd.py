@@ -139,32 +139,28 @@ class ClientInputs(NamedTuple):
         return take_rows(self.models, self.work.group)
 
 
-def keep_inputs(c: ClientInputs) -> tuple[None, Work]:
-    """Trains from the model of the client's group, with its work as it is."""
-    return None, c.work
-
-
 def change_training(
     solve: ClientFn,
     end: Callable[[ClientInputs, Any, Upload], Any],
-    begin: Callable[[ClientInputs], tuple[Any, Work]] = keep_inputs,
+    begin: Callable[[ClientInputs], tuple[Any, Work]] | None = None,
 ) -> ClientFn:
     """Returns `solve` with another result, or from another model.
 
     Args: `end` is (inputs, the model that `begin` gave, upload) -> what is returned for the client;
-    `begin` is (inputs) -> (model to train from, work), None in place of a model: its group's.
+    `begin` is (inputs) -> (model to train from, None: its group's; work), None: with its work from
+    its group's.
     """
 
     def run(solve, end, begin, client, data, shared, work) -> Program:
         inputs = ClientInputs(client, data, *shared, work)
-        model, changed = begin(inputs)
+        model, changed = begin(inputs) if begin else (None, work)
         if model is None:
             program = solve(client, data, shared, changed)
         else:
             program = train_from(model, solve, client, data, inputs.key, changed)
         return map_result(program, partial(end, inputs, model))
 
-    return Partial(run, *map(as_pytree, (solve, end, begin)))
+    return Partial(run, as_pytree(solve), as_pytree(end), begin and as_pytree(begin))
 
 
 def train_both(
@@ -176,8 +172,8 @@ def train_both(
     """Returns what trains the model of a client's group by `solve` and, step by step beside it,
     another model by `other`, whose steps count, too.
 
-    Args: `begin` is (inputs) -> (the other model, work), never of one of several sizes, see
-    `own_local`; `end` is (inputs, upload, upload of the other model) -> upload.
+    Args: `other` never trains in sample space, see `own_local`; `begin` is (inputs) -> (the other
+    model, its work); `end` is (inputs, upload, upload of the other model) -> upload.
     """
 
     def run(solve, other, begin, end, client, data, shared, work) -> Program:
