@@ -22,7 +22,7 @@ auxo = importlib.import_module("fedjax_cfl.algorithms.auxo")  # the name of the 
 
 def twin_score(signature, fit, labels, first, several):
     """Scores the clients of a group one by one; `labels` are those of 2-means."""
-    member, known, side, score = (np.asarray(each) for each in fit)
+    member, known, side, score = (np.asarray(each) for each in fit[:4])
     side, score, rows = side.copy(), score.copy(), np.flatnonzero(member)
     if len(rows) < 5:
         return side, score
