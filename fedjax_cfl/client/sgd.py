@@ -152,7 +152,7 @@ def change_training(
     """
 
     def run(solve, end, begin, client, data, shared, work) -> Program:
-        inputs = ClientInputs(client, data, *shared, work)
+        inputs = ClientInputs(client, data, shared[0], shared[1], work)
         model, changed = begin(inputs) if begin else (None, work)
         if model is None:
             program = solve(client, data, shared, changed)
@@ -177,7 +177,7 @@ def train_both(
     """
 
     def run(solve, other, begin, end, client, data, shared, work) -> Program:
-        inputs = ClientInputs(client, data, *shared, work)
+        inputs = ClientInputs(client, data, shared[0], shared[1], work)
         model, changed = begin(inputs)
         second = train_from(model, other, client, data, inputs.key, changed)
         assert isinstance(second, Loop)

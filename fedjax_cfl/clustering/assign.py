@@ -51,7 +51,7 @@ def train_without_recording(solve: ClientFn, local: Local, system: SystemLike) -
     guard = Faults(nonfinite=as_system(system).faults.nonfinite)
     train = over_clients(with_faults(guard, solve), local.execution)
 
-    def run(key, model, cohort, data, lr_scale=1.0) -> tuple[Upload, Report]:
+    def run(key, model, cohort, data, lr_scale: ArrayLike = 1.0) -> tuple[Upload, Report]:
         work = full_work(jnp.zeros_like(cohort.ids), lr_scale)
         upload, counts = train(cohort, data, ((key, model), (key, ())), work)
         samples = TRAIN_TO_INFERENCE * local.batch_size * upload.steps

@@ -79,13 +79,9 @@ def ifca(
     another start than independent_models.
     """
     size, rejected = count_groups(m, max_m), reject_unbalanced(share)
-    start = pick(
-        start,
-        random=independent_models,
-        reject_unbalanced=rejected,
-        kmeanspp_loss=spread_models,
-    )
-    random = start is independent_models
+    rest = {"reject_unbalanced": rejected, "kmeanspp_loss": spread_models}
+    begin = pick(start, random=independent_models, **rest)
+    random = begin is independent_models
     train = pick(solve, sgd=sgd, gradient_step=gradient_step)
     if size.is_padded and not random:
         raise InputError("algorithm.max_m: needs start=random; leave out algorithm.max_m")
@@ -96,7 +92,7 @@ def ifca(
         m=m,
         max_m=max_m,
         measure=pick(measure, losses=losses),
-        start=None if random else start(task, local, system, size.size),
+        start=None if random else begin(task, local, system, size.size),
         solve=train(task, local, proximal(mu, erm(task))),
         prepare=charge_full_gradient(local) if train is gradient_step else None,
         aggregate=pick(aggregate, **MEANS, all_participants=cohort_mean),
