@@ -3,9 +3,12 @@ them, and one line, with column and row, for everything that is refused.
 """
 
 import csv as plain
+import functools
 import gzip
+import http.server
 import io
 import os
+import threading
 
 import numpy as np
 import pyarrow as pa
@@ -16,7 +19,7 @@ from PIL import Image
 
 from fedjax_cfl.cli.build import deal_samples, describe_unused, resolve_settings
 from fedjax_cfl.data import partition
-from fedjax_cfl.data.datasets import csv, parquet
+from fedjax_cfl.data.datasets import csv, jsonl, parquet
 from fedjax_cfl.data.federated import federate
 
 ALL = dict(y="state", client="user", split="part", time="when", concept="kind")
@@ -341,17 +344,39 @@ def test_shards_are_read_in_order_of_their_names(tmp_path):
     pyarrow.parquet.write_table(pa.table({"x": [0], "y": ["a"]}), tmp_path / "11.parquet")
     one_line("column c has no value in row 1 of 11.parquet", parquet, tmp_path, "y", client="c")
     pyarrow.parquet.write_table(pa.table({"x": [0], "y": [1]}), tmp_path / "11.parquet")
-    one_line("Field y has incompatible types: string vs int64", parquet, tmp_path, "y", x="x")
+    one_line("column y holds numbers and text", parquet, tmp_path, "y", x="x")
     (tmp_path / "empty").mkdir()
     one_line("holds no *.parquet", parquet, tmp_path / "empty", "y")
     one_line("holds no *.csv,", csv, tmp_path / "empty", "y")
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args):
+        pass
+
+
+def test_an_address_is_read_as_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    table = pa.table({"a": [0.5, 1.5, 2.5], "y": ["u", "v", "u"]})
+    pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
+    table.to_pandas().to_csv(tmp_path / "t.csv.gz", index=False)
+    table.to_pandas().to_json(tmp_path / "t.jsonl", orient="records", lines=True)
+    folder = functools.partial(Quiet, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), folder) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{running.server_port}"
+        for read, name in ((parquet, "t.parquet"), (csv, "t.csv.gz"), (jsonl, "t.jsonl")):
+            pool = read(f"{home}/{name}", "y")
+            assert pool.x.tolist() == [[0.5], [1.5], [2.5]] and pool.class_names == ("u", "v")
+            one_line("expected an address that answers", read, f"{home}/none", "y")
+        running.shutdown()
 
 
 def test_shards_of_other_pixels_are_not_mixed(tmp_path):
     for name, kind in (("1", pa.uint8()), ("2", pa.float32())):
         table = pa.table({"x": pa.array([[1, 2]], pa.list_(kind)), "y": ["a"]})
         pyarrow.parquet.write_table(table, tmp_path / f"{name}.parquet")
-    one_line("fields had matching names but differing types", parquet, tmp_path, "y")
+    one_line("has float32 values, and uint8 before it, in row 1 of 2", parquet, tmp_path, "y")
 
 
 def test_extension_types_run_nothing_and_give_their_storage(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Tables from CSV, JSON lines and Parquet, a file or a folder of them, read by pandas.
+"""Tables from CSV, JSON lines and Parquet: a file, an address, or a folder of files, by pandas.
 
 What pandas would guess is decided here: only an empty cell is missing (a user may be called NA), a
 column has one type in the whole of a file, names that are there twice are refused, and dates stay
@@ -10,7 +10,8 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from urllib.parse import unquote
 
 from fedjax_cfl.data.datasets.pool import sort_names
 from fedjax_cfl.data.datasets.readers import check_file, report_damage, shorten
@@ -20,8 +21,15 @@ from fedjax_cfl.formatting import clean_name
 if TYPE_CHECKING:
     import pandas as pd  # takes a while, and few runs have a table
 
+Kind = Literal["csv", "jsonl", "parquet"]
 OTHERS = "; what Python reads otherwise can be given to cfl.from_frame or cfl.from_arrays"
 PACKED = r"(\.(gz|bz2|zip|xz|zst))?$"  # what pandas unpacks
+ENDINGS = {"csv": "csv", "jsonl": "jsonl|json|ndjson", "parquet": "parquet"}
+EXPECTED = {
+    "csv": "a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter",
+    "jsonl": "a JSON object in each line, with the same names",
+    "parquet": "a complete Parquet file",
+}
 
 
 class Table(NamedTuple):
@@ -40,13 +48,20 @@ class Table(NamedTuple):
         return f"row {row + 1} (the first is 1)"
 
 
-def read_csv(
-    path: str | Path, delimiter: str = ",", decimal: str = ".", text: Collection[str] = ()
+def read_table(
+    kind: Kind,
+    path: str | Path,
+    delimiter: str = ",",
+    decimal: str = ".",
+    text: Collection[str] = (),
 ) -> Table:
-    """Reads a CSV with a line of names, or all of a folder; columns of `text` stay as they are."""
+    """Returns the rows of a file, or of all files of a folder, one after another; its folders
+    KEY=VALUE are columns. Columns of `text` of a CSV stay as they are. Raises InputError for a file
+    that cannot be read.
+    """
     import pandas as pd
 
-    def read(file: str) -> "pd.DataFrame":
+    def read_csv(file: str) -> "pd.DataFrame":
         # without index_col=False a row longer than the line of names would begin with an index
         cells: Any = {"sep": delimiter, "keep_default_na": False, "index_col": False}
         head = pd.read_csv(file, header=None, nrows=1, dtype=str, **cells)
@@ -59,71 +74,37 @@ def read_csv(
                 low_memory=False, **cells,
             )  # fmt: skip
 
-    signs = f"a CSV in UTF-8 with a line of names and cells between {delimiter!r}, see delimiter"
-    return _read_each(path, "csv", signs, read)
+    def read_jsonl(file: str) -> "pd.DataFrame":
+        return pd.read_json(file, lines=True, dtype=False, convert_axes=False, precise_float=True)
 
-
-def read_jsonl(path: str | Path) -> Table:
-    """Reads a file with a JSON object in each line, or all of a folder."""
-    import pandas as pd
-
-    def read(file: str) -> "pd.DataFrame":
-        frame = pd.read_json(file, lines=True, dtype=False, convert_axes=False, precise_float=True)
-        return frame.set_axis(clean_columns(file, list(frame.columns)), axis=1)
-
-    objects = "a JSON object in each line, with the same names"
-    return _read_each(path, "jsonl|json|ndjson", objects, read)
-
-
-def _read_each(
-    path: str | Path, endings: str, expected: str, read: Callable[[str], "pd.DataFrame"]
-) -> Table:
-    """Reads a text file, or all of a folder."""
-    files, frames = list_files(path, endings), []
+    read: Callable[[str], pd.DataFrame] = {
+        "csv": read_csv, "jsonl": read_jsonl, "parquet": pd.read_parquet,
+    }[kind]  # fmt: skip
+    expected, home = EXPECTED[kind].format(delimiter=delimiter), os.path.expanduser(path)
+    files, frames = list_files(path, ENDINGS[kind]), []
     for file in files:
-        check_text(file)
-        with report_damage(file, f"{expected}{OTHERS}"):
-            frames.append(read(file))
+        away = "an address that answers, of " if "://" in file else ""
+        if not away:
+            check_kind(file, kind)
+        with report_damage(file, f"{away}{expected}{OTHERS}"):
+            frame = clean_frame(read(file), file)
+        parts = os.path.relpath(file, home).split(os.sep)[:-1]
+        above = dict(part.split("=", 1) for part in parts if "=" in part)
+        frames.append(frame.assign(**{key: unquote(value) for key, value in above.items()}))
     return join_files(str(path), files, frames)
 
 
-def read_parquet(path: str | Path) -> Table:
-    """Reads a Parquet file, or all of a folder; folders KEY=VALUE are a column."""
-    from pyarrow import dataset, unify_schemas
-
-    files = list_files(path, "parquet")
-    alone = not files[1:]
-    if alone and "://" not in files[0]:
-        check_file(files[0], b"PAR1")
-    with report_damage(
-        files[0] if alone else str(path), f"complete Parquet files, alike in columns{OTHERS}"
-    ):
-        found = dataset.dataset(
-            files[0] if alone else files,
-            format="parquet",
-            partitioning=dataset.partitioning(flavor="hive"),
-            partition_base_dir=os.path.expanduser(path),
-        )
-        parts = list(found.get_fragments())
-        schemas = [found.schema, *(part.physical_schema for part in parts)]
-        # columns of all files, each of a type that holds those of every file
-        schema = unify_schemas(schemas, promote_options="permissive")
-        frame = found.replace_schema(schema.remove_metadata()).to_table().to_pandas()
-        frame = frame.set_axis(clean_columns(files[0], list(frame.columns)), axis=1)
-        counts = [part.count_rows() for part in parts]
-    return Table(frame, str(path), _count_rows(str(path), files, counts))
-
-
-def check_text(file: str) -> None:
-    """Raises InputError for a file that is no text, with what to do; what is packed is not looked
+def check_kind(file: str, kind: Kind) -> None:
+    """Raises InputError for a file of another kind, with what to do; what is packed is not looked
     into.
     """
-    if "://" in file or re.search(r"\.(gz|bz2|zip|xz|zst|tar|tgz)$", file, re.IGNORECASE):
-        return
-    check_file(file)
-    with open(file, "rb") as start:
-        if b"\0" in start.read(512):
-            raise InputError(f"{file}: is no text, expected a table{OTHERS}")
+    if kind == "parquet":
+        check_file(file, b"PAR1")
+    elif not re.search(r"\.(gz|bz2|zip|xz|zst|tar|tgz)$", file, re.IGNORECASE):
+        check_file(file)
+        with open(file, "rb") as start:
+            if b"\0" in start.read(512):
+                raise InputError(f"{file}: is no text, expected a table{OTHERS}")
 
 
 def list_files(path: str | Path, endings: str) -> list[str]:
@@ -151,6 +132,13 @@ def list_files(path: str | Path, endings: str) -> list[str]:
     return [os.path.join(path, each) for each in sorted(stems, key=lambda e: order[stems[e]])]
 
 
+def clean_frame(frame: "pd.DataFrame", name: str) -> "pd.DataFrame":
+    """Returns a frame with its named index as columns, and with `clean_columns`."""
+    if any(level is not None for level in frame.index.names):
+        frame = frame.reset_index(allow_duplicates=True)  # which are refused below
+    return frame.set_axis(clean_columns(name, list(frame.columns)), axis=1)
+
+
 def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:
     """Returns the names of columns in their one form. Raises InputError for one of two columns."""
     names = [clean_name(column) for column in columns]
@@ -167,18 +155,11 @@ def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:
 
 
 def join_files(name: str, files: Sequence[str], frames: Sequence["pd.DataFrame"]) -> Table:
-    """Returns the rows of all files, one after another."""
+    """Returns the rows of all files, one after another, and of a folder which are of which."""
     import pandas as pd
 
-    frame = frames[0] if len(frames) == 1 else pd.concat(frames, ignore_index=True)
-    return Table(frame, name, _count_rows(name, files, list(map(len, frames))))
-
-
-def _count_rows(
-    name: str, files: Sequence[str], counts: Sequence[int]
-) -> tuple[tuple[str, int], ...]:
-    """Returns the name, in its folder, and the rows of each file; none of a single file."""
     home = os.path.expanduser(name)
     if list(files) == [home]:
-        return ()
-    return tuple(zip([os.path.relpath(file, home) for file in files], counts, strict=True))
+        return Table(frames[0], name)
+    rows = zip([os.path.relpath(file, home) for file in files], map(len, frames), strict=True)
+    return Table(pd.concat(frames, ignore_index=True), name, tuple(rows))

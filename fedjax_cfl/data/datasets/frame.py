@@ -16,7 +16,7 @@ from fedjax_cfl.data.datasets.files import build_pool, number_clients
 from fedjax_cfl.data.datasets.image_files import Mode
 from fedjax_cfl.data.datasets.pool import NUMBER, number_names
 from fedjax_cfl.data.datasets.readers import list_names, shorten
-from fedjax_cfl.data.tables import OTHERS, Table, clean_columns
+from fedjax_cfl.data.tables import OTHERS, Table, clean_frame
 from fedjax_cfl.errors import InputError, suggest_nearest, warn_of_file
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
@@ -57,15 +57,11 @@ def describe(arguments: dict[str, Any]) -> Source:
 def to_table(table: Any, name: str) -> Table:
     """Returns a DataFrame of pandas or a table of Arrow, with its named index as columns."""
     if hasattr(table, "to_pandas"):
-        if hasattr(table, "replace_schema_metadata"):  # else pandas' index would leave the columns
-            table = table.replace_schema_metadata(None)
         table = table.to_pandas()
     if not isinstance(table, pd.DataFrame):
         said = type(table).__name__
         raise InputError(f"{name}: is a {said}, expected a pandas.DataFrame or a pyarrow.Table")
-    if any(level is not None for level in table.index.names):
-        table = table.reset_index(allow_duplicates=True)  # which are refused below
-    return Table(table.set_axis(clean_columns(name, list(table.columns)), axis=1), name)
+    return Table(clean_frame(table, name), name)
 
 
 def make_pool(table: Table, source: Source) -> Pool:

@@ -119,6 +119,8 @@ def read_lists(table: Table, name: str) -> np.ndarray:
             wrong = "lists of unequal lengths, of text, or with gaps, or an empty one"
         elif values and value.shape != values[0].shape:
             wrong = f"{value.shape} values, and {values[0].shape} before it"
+        elif values and (value.dtype == np.uint8) != (values[0].dtype == np.uint8):
+            wrong = f"{value.dtype} values, and {values[0].dtype} before it"
         else:
             values.append(value)
             continue

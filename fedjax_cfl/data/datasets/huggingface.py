@@ -106,9 +106,8 @@ def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None
             f"{path}: partition_{lost[0]} is missing, expected partition_0 .."
             f" partition_{max(numbers)}"
         )
-    with report_damage(
-        path, "a data set of the hub, or a folder that save_to_disk wrote", "data set"
-    ):
+    known = "a data set of the hub (a private or gated one after `hf auth login`), or a folder"
+    with report_damage(path, f"{known} that save_to_disk wrote", "data set"):
         if not numbers:
             return load_part(hf, root, config)
         parts = [load_part(hf, os.path.join(root, numbers[i]), config) for i in range(len(numbers))]

@@ -4,7 +4,7 @@ client and split it is of.
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -173,12 +173,9 @@ def read_metadata(
 
     frames = []
     for file in files:
-        if file.suffix == ".csv":
-            text = ["file_name", y, "split", *([client] if client else USERS)]
-            frame = tables.read_csv(file, text=text).frame
-        else:
-            read = tables.read_jsonl if file.suffix == ".jsonl" else tables.read_parquet
-            frame = read(file).frame
+        kind: Any = file.suffix[1:]
+        text = ["file_name", y, "split", *([client] if client else USERS)]
+        frame = tables.read_table(kind, file, text=text).frame
         if "file_name" not in frame:
             raise InputError(
                 f"{file}: column file_name is missing, expected the name of an image in each row;"

@@ -24,7 +24,6 @@ Sign = Annotated[
 Name = TypeAliasType(
     "Name", Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
 )
-Kind = Literal["csv", "jsonl", "parquet"]
 Names = TypeAliasType("Names", Name | Annotated[list[Name], Rule("a list of names", bool)])
 
 
@@ -132,13 +131,12 @@ def parquet(
     """Returns the samples of a Parquet file, or of all *.parquet of a folder in order of name, as
     `from_frame` does; folders KEY=VALUE are a column of that name.
 
-    Raises InputError for a file that cannot be read, for files whose columns have types that do
-    not fit together, and for what `from_frame` would refuse.
+    Raises InputError for a file that cannot be read, and for what `from_frame` would refuse.
     """
     return read_source("parquet", locals())
 
 
-def read_source(kind: Kind, source: dict[str, Any]) -> Pool:
+def read_source(kind: tables.Kind, source: dict[str, Any]) -> Pool:
     """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`."""
     from fedjax_cfl.data.datasets import frame
 
@@ -164,9 +162,10 @@ def read_new_samples(
     return frame.make_pool(table, used), rows, total
 
 
-def _read_files(kind: Kind, source: dict[str, Any]) -> tables.Table:
+def _read_files(kind: tables.Kind, source: dict[str, Any]) -> tables.Table:
+    """Returns the rows of files that `source` describes; names are read as text."""
     if kind != "csv":
-        return (tables.read_jsonl if kind == "jsonl" else tables.read_parquet)(source["path"])
+        return tables.read_table(kind, source["path"])
     sign = "\t" if source["delimiter"] == "tab" else source["delimiter"]
     if sign == source["decimal"]:
         raise InputError(
@@ -175,4 +174,4 @@ def _read_files(kind: Kind, source: dict[str, Any]) -> tables.Table:
     roles = [source[role] for role in ("client", "split", "time", "concept")]
     roles += [source["y"]] if source["num_classes"] != 0 else []  # else numbers to regress
     text = [clean_name(role) for role in roles if role is not None]
-    return tables.read_csv(source["path"], sign, source["decimal"], text)
+    return tables.read_table(kind, source["path"], sign, source["decimal"], text)
