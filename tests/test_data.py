@@ -177,8 +177,12 @@ def hold(samples, test=None, **changes):
         ({"owner": np.arange(6) / 2}, "owner has shape (6,) and dtype float64"),
         ({"owner": np.arange(6) - 1}, "owners are -1 .. 4"),
         ({"owner": np.arange(6) + 2**32}, "owners are 4294967296 .. 4294967301"),
-        ({"owner": np.arange(5)}, "sample, owner and test have shapes (6,), (5,) and (6,)"),
+        (
+            {"owner": np.arange(5)},
+            "owner has shape (5,) and dtype int64, expected integers [N], as many as test",
+        ),
         ({"test": np.arange(6)}, "test has dtype int64"),
+        ({"test": np.zeros(5, bool)}, "sample has shape (6,)"),
         ({"test": np.ones(6, bool)}, "no client holds a training sample"),
     ],
 )

@@ -21,9 +21,9 @@ import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fesem.start import ClientModels
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download
-from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.images import CIFAR, CIFAR_PART, cifar10
+from fedjax_cfl.data.datasets.leaf_sets import celeba
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.models import convolution, layers
 from fedjax_cfl.runs.checkpoint import save

@@ -20,7 +20,7 @@ from fedjax_cfl.data.datasets import images
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, list_wanted, locate
 from fedjax_cfl.data.datasets.images import femnist, mnist
 from fedjax_cfl.data.datasets.leaf_json import leaf
-from fedjax_cfl.data.datasets.sent140 import read_tweets
+from fedjax_cfl.data.datasets.leaf_sets import read_tweets
 
 # samples of a .. j, train and test
 FEMNIST = [

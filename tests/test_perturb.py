@@ -12,7 +12,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.data import datasets, partition, perturb, stream
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
-from fedjax_cfl.data.datasets.sent140 import parse_hour
+from fedjax_cfl.data.datasets.leaf_sets import parse_hour
 from fedjax_cfl.data.federated import federate, train_label_counts
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool

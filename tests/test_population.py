@@ -201,7 +201,7 @@ def test_what_needs_everybodys_samples_is_refused(both, linear, local):
             rounds=1,
             drift=cfl.drift.swap_all(),
         )
-    with pytest.raises(InputError, match="resident=host: a concept edits all samples at once"):
+    with pytest.raises(InputError, match="resident=host: a concept edits all samples, on the"):
         cfl.federate(
             cfl.Pool(np.zeros((2, 1), np.uint8), np.zeros(2, np.int32), 2),
             cfl.Partition(*np.zeros((3, 2), int)),

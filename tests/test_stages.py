@@ -17,7 +17,7 @@ from fedjax_cfl.algorithms.fedavg import fedavg
 from fedjax_cfl.algorithms.known_groups import found_groups, known_groups
 from fedjax_cfl.data import datasets, stages
 from fedjax_cfl.data.concept import exchange_pairs, rotate
-from fedjax_cfl.data.datasets.drifting import CHANGES
+from fedjax_cfl.data.datasets.synthetic import CHANGES
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.graded import class_subsets, graded
 from fedjax_cfl.data.partition import by_user, iid

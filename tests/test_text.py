@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fedjax_cfl.data import partition
 from fedjax_cfl.data.datasets import download, word_vectors
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, locate
-from fedjax_cfl.data.datasets.sent140 import STAND_IN, read_tweets, sent140
+from fedjax_cfl.data.datasets.leaf_sets import STAND_IN, read_tweets, sent140
 from fedjax_cfl.formatting import format_value
 
 real = pytest.mark.skipif(

@@ -76,9 +76,7 @@ def bound_client_samples(data: FederatedData, drift: Drift) -> FederatedData:
 def none() -> Drift:
     """Returns a drift in which no data ever change."""
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         return data, memory, jnp.zeros(data.num_clients, bool)
 
     return Drift(keep_nothing, apply, moves=False)
@@ -90,9 +88,7 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
     samples with probability p.
     """
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
@@ -114,9 +110,7 @@ def swap_at(round: NaturalInt, p: Fraction | jax.Array = 1.0, pool: SwapPool = "
     number is the last before the shift.
     """
 
-    def apply(
-        key: Key, now: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, now, data, memory, warm):
         chance = jnp.where(now == round, p, 0.0)
         return swap_all(chance, pool).apply(key, now, data, memory, warm)
 
@@ -138,9 +132,7 @@ def swap_part(
     """
     allowed = pick(allow, all=lambda asked, possible: possible)
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         check_classes(data, "drift=swap_part", OTHER_DRIFTS)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
@@ -264,9 +256,7 @@ def label_swap(fraction: Fraction = 0.5, period: PositiveInt = 30) -> Drift:
     https://arxiv.org/abs/2411.01580, appendix E.1).
     """
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         check_classes(data, "drift=label_swap", OTHER_DRIFTS)
         due = (round + 1) % period == 0
         chosen, labels = draw_label_pairs(key, round, data, fraction)

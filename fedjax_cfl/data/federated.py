@@ -47,30 +47,19 @@ def check_holdings(holdings: Partition, samples: int) -> Partition:
     """Returns a partition with the types of `Partition`. Raises InputError for one that does not
     fit a pool of so many samples, and where no client holds a training sample.
     """
-    sample, owner, test = (
-        np.asarray(part) for part in (holdings.sample, holdings.owner, holdings.test)
-    )
-    for name, array in (("sample", sample), ("owner", owner)):
-        if array.ndim != 1 or array.dtype.kind not in "iu":
+    sample, owner, test = map(np.asarray, (holdings.sample, holdings.owner, holdings.test))
+    for name, array, end in (("sample", sample, samples), ("owner", owner, 2**31)):
+        if array.ndim != 1 or array.shape != test.shape or array.dtype.kind not in "iu":
             raise InputError(
                 f"partition: {name} has shape {array.shape} and dtype {array.dtype}, expected"
-                " integers [N]"
+                f" integers [N], as many as test, of shape {test.shape}"
             )
-    if not owner.shape == sample.shape == test.shape:
-        raise InputError(
-            f"partition: sample, owner and test have shapes {sample.shape}, {owner.shape} and"
-            f" {test.shape}, expected [N] each"
-        )
-    if test.dtype != bool and not np.isin(test, (0, 1)).all():
+        if array.size and not (array.min() >= 0 and array.max() < end):
+            raise InputError(
+                f"partition: {name}s are {array.min()} .. {array.max()}, expected 0 .. {end - 1}"
+            )
+    if not np.isin(test, (0, 1)).all():
         raise InputError(f"partition: test has dtype {test.dtype}, expected True or False")
-    if sample.size and not (sample.min() >= 0 and sample.max() < samples):
-        raise InputError(
-            f"partition: samples are {sample.min()} .. {sample.max()}, expected 0 .. {samples - 1}"
-        )
-    if owner.size and not (owner.min() >= 0 and owner.max() < 2**31):
-        raise InputError(
-            f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. K - 1, below 2^31"
-        )
     test = test.astype(bool)
     if test.all():
         alone = owner.size and np.bincount(owner).max() == 1
@@ -191,22 +180,17 @@ def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -
     """Raises InputError for what data on the host, or a partition that turns its samples, cannot
     have.
     """
-    if on_host and concept is not None:
-        raise InputError(
-            "resident=host: a concept edits all samples at once; use concept=none, or"
-            " resident=device"
-        )
-    if holdings.code is None:
-        return
-    if concept is not None:
+    turned, edited = holdings.code is not None, concept is not None
+    if turned and edited:
         raise InputError(
             "concept: this partition turns and relabels the samples of its own groups; use"
             " concept=none"
         )
-    if on_host:
+    if on_host and (turned or edited):
+        what = "this partition turns" if turned else "a concept edits"
         raise InputError(
-            "resident=host: this partition turns the samples of its groups, which is done on the"
-            " device; use resident=device"
+            f"resident=host: {what} all samples, on the device; use resident=device"
+            f"{', or concept=none' if edited else ''}"
         )
 
 

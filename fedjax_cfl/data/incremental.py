@@ -5,7 +5,7 @@ https://arxiv.org/abs/2108.09749, section 5.3).
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -68,9 +68,7 @@ def incremental(
         rank = jnp.full_like(data.owner, -1).at[numbers].set(place)
         return data, IncrementalMemory(data.owner, rank, jnp.stack(sizes[1:]))
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         begins = jnp.array(tuple(schedule))
         due = jnp.any(begins == round)
         quota = memory.quota[jnp.sum(begins <= round) - 1]

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -216,9 +216,7 @@ def show_stages(
         stage = find_stage(0, data.num_clients, len(concepts))
         return show(data, memory, stage, jnp.bool_(True)), memory
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         concepts, _ = check_stages(name, data, stages)
         before, stage = (
             find_stage(number, data.num_clients, len(concepts))

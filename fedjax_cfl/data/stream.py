@@ -97,9 +97,7 @@ def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
         memory = StreamMemory(data.owner, interval, train_offset, test_offset, is_test)
         return show_window(data.replace(train=train, test=test), memory, window, None, 0), memory
 
-    def apply(
-        key: Key, round: jax.Array, data: FederatedData, memory: Any, warm: jax.Array
-    ) -> tuple[FederatedData, Any, jax.Array]:
+    def apply(key, round, data, memory, warm):
         if is_static:
             return data, memory, jnp.zeros(data.num_clients, bool)
         before, now = find_oldest(window, round), find_oldest(window, round + 1)

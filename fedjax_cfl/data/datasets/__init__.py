@@ -2,9 +2,7 @@
 to clients.
 """
 
-from fedjax_cfl.data.datasets.celeba import celeba
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
-from fedjax_cfl.data.datasets.drifting import circle, sea, sine
 from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.files import from_arrays, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
@@ -19,9 +17,8 @@ from fedjax_cfl.data.datasets.images import (
     rotated_mnist,
 )
 from fedjax_cfl.data.datasets.leaf_json import leaf
-from fedjax_cfl.data.datasets.sent140 import sent140
-from fedjax_cfl.data.datasets.shakespeare import shakespeare
-from fedjax_cfl.data.datasets.synthetic import synthetic
+from fedjax_cfl.data.datasets.leaf_sets import celeba, sent140, shakespeare
+from fedjax_cfl.data.datasets.synthetic import circle, sea, sine, synthetic
 from fedjax_cfl.data.datasets.table import csv, from_frame, jsonl, parquet
 
 __all__ = [

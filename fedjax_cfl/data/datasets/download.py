@@ -97,8 +97,14 @@ def _find(relative: str) -> Path | None:
     )
 
 
-def locate_first(places: Iterable[tuple[str, ...]]) -> list[Path] | None:
-    """Returns where the files of the first of several places are that has all of them."""
+def locate_leaf(name: str, *others: tuple[str, ...]) -> list[Path] | None:
+    """Returns the folders of LEAF's JSON files of a data set, those of training and of testing or
+    one of all, under NAME/data, as LEAF makes them, or NAME; `others` are tried after these.
+    """
+    sides = [("train", "test"), ("all_data",), *others]
+    places = [
+        [f"{home}/{part}" for part in parts] for home in (f"{name}/data", name) for parts in sides
+    ]
     return next((found for paths in places if (found := locate(*paths))), None)
 
 

@@ -96,34 +96,38 @@ def load_parts(hf: Any, path: str | Path, config: str | None) -> dict[str | None
     partition_0, partition_1, ... are joined, and the column `OWNER` says which a row is from.
     """
     root = os.path.expanduser(path)
-    inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
     if os.path.isabs(root) and not os.path.exists(root):  # no name of the hub, which is not asked
         raise InputError(f"{path}: no such folder, expected one, or a name of the hub")
-    numbers = {int(found[1]): name for name in inside if (found := PARTITION.fullmatch(name))}
-    lost = [i for i in range(len(numbers)) if i not in numbers]
-    if lost:
+    inside = sorted(os.listdir(root)) if os.path.isdir(root) else []
+    owned = {int(found[1]): name for name in inside if (found := PARTITION.fullmatch(name))}
+    if lost := set(range(len(owned))) - set(owned):
         raise InputError(
-            f"{path}: partition_{lost[0]} is missing, expected partition_0 .."
-            f" partition_{max(numbers)}"
+            f"{path}: partition_{min(lost)} is missing, expected partition_0 .."
+            f" partition_{max(owned)}"
         )
+    others = [name for name in inside if name not in owned.values() and name[0] != "."]
+    if owned and others:
+        warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
+    places = [os.path.join(root, owned[number]) for number in sorted(owned)] or [root]
     known = "a data set of the hub (a private or gated one after `hf auth login`), or a folder"
     with report_damage(path, f"{known} that save_to_disk wrote", "data set"):
-        if not numbers:
-            return load_part(hf, root, config)
-        parts = [load_part(hf, os.path.join(root, numbers[i]), config) for i in range(len(numbers))]
-    if others := [name for name in inside if name not in numbers.values() and name[0] != "."]:
-        warn_of_file(f"{path}: {list_names(others)} is of no client and is left out")
-    joined: dict[str | None, list[Any]] = {split: [] for split in parts[0]}
+        parts = [load_part(hf, place, config) for place in places]
+    if not owned:
+        return parts[0]
     for number, part in enumerate(parts):
-        if set(part) != set(joined):
+        if set(part) != set(parts[0]):
             raise InputError(
                 f"{path}: partition_{number} has splits {list(part)} and partition_0"
-                f" {list(joined)}, expected the same in each"
+                f" {list(parts[0])}, expected the same in each"
             )
-        for split, rows in part.items():
-            joined[split].append(rows.add_column(OWNER, [number] * len(rows)))
+
+    def join(split: str | None) -> Any:
+        rows = [part[split] for part in parts]
+        named = [each.add_column(OWNER, [k] * len(each)) for k, each in enumerate(rows)]
+        return hf.concatenate_datasets(named)
+
     with report_damage(path, "partitions with the same columns", "data set"):
-        return {split: hf.concatenate_datasets(rows) for split, rows in joined.items()}
+        return {split: join(split) for split in parts[0]}
 
 
 def choose_splits(
@@ -161,24 +165,22 @@ def choose_columns(hf: Any, path: str | Path, rows: Any, named: dict[str, Any]) 
     InputError where none or several fit.
     """
     features, chosen = rows.features, dict(named)
-
-    def list_of(types: Any) -> list[str]:
-        return [name for name, feature in features.items() if isinstance(feature, types)]
-
-    fixed = [name for name in list_of(hf.List) if features[name].length >= 0]
-    arrays = list_of((hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D))
+    arrays = hf.Array2D, hf.Array3D, hf.Array4D, hf.Array5D
     kinds = {
-        "x": {"images": list_of(hf.Image), "arrays": arrays, "lists of a fixed length": fixed},
-        "y": {"class labels": list_of(hf.ClassLabel)},
+        "x": {"images": hf.Image, "arrays": arrays, "lists of a fixed length": hf.List},
+        "y": {"class labels": hf.ClassLabel},
     }
     for role, options in kinds.items():
         if chosen[role] is not None:
             continue
-        kind, fits = next(((kind, fits) for kind, fits in options.items() if fits), ("", []))
+        said = f"no column holds {' or '.join(options)}"
+        for kind, types in options.items():
+            fits = [name for name, feature in features.items() if isinstance(feature, types)]
+            fits = [name for name in fits if getattr(features[name], "length", 0) >= 0]
+            if fits:
+                said = f"columns {list_names(fits)} are {kind}"
+                break
         if len(fits) != 1:
-            said = f"columns {list_names(fits)} are {kind}"
-            if not fits:
-                said = f"no column holds {' or '.join(options)}"
             raise InputError(
                 f"{path}: {said}, expected dataset.source.{role}=NAME; columns are"
                 f" {list_names(list(features))}"

@@ -130,6 +130,28 @@ def user_lists(path: Path, user: str, held: object) -> tuple[list, list]:
     return x, y
 
 
+def label_users(
+    fits: Callable[[Any], bool], sample: str, labels: dict[str, int], label: str
+) -> Callable[[Path, str, object], tuple[list, list[int]]]:
+    """Returns a `parse` of `read_users` for samples that `fits` accepts, which are a `sample`, and
+    for `labels`, by what they are in a file; the words of both are for messages.
+    """
+
+    def parse(path: Path, user: str, held: object) -> tuple[list, list[int]]:
+        x, y = user_lists(path, user, held)
+        for i, pair in enumerate(zip(x, y, strict=True)):
+            good = fits(pair[0]), str(pair[1]) in labels
+            if not all(good):
+                name, bad, expected = ("y", pair[1], label) if good[0] else ("x", pair[0], sample)
+                raise InputError(
+                    f"{path}: user {shorten(user)}: entry {i} of {name} is {shorten(bad)}, expected"
+                    f" {expected}"
+                )
+        return x, [labels[str(each)] for each in y]
+
+    return parse
+
+
 def join_users(
     parts: list[dict[str, Any]], least: int, users: int | None, seed: int
 ) -> tuple[list[str], list[Any], np.ndarray, np.ndarray, np.ndarray | None]:
