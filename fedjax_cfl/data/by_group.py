@@ -9,7 +9,7 @@ by its classes. K clients, N holdings, C classes, G groups.
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from typing_extensions import TypeAliasType
@@ -28,13 +28,6 @@ from fedjax_cfl.validation import (
     Seed,
     checked,
 )
-
-
-def _read_size(given: int | str) -> tuple[Any, bool]:
-    """Returns the clients of a group, and whether that is their mean: of 12, or of drawn:12."""
-    drawn = re.fullmatch("drawn:([0-9]{1,9})", given) if isinstance(given, str) else None
-    return (int(drawn[1]), True) if drawn else (given, False)
-
 
 Drawn = Annotated[
     str,
@@ -268,9 +261,9 @@ def _deal_clients(groups: int, clients_per_group: int | str, seed: int) -> np.nd
     """Returns the group [K] int32 of each client, ascending. Those that are drawn have draws of
     their own, so that the seed's others stay the same.
     """
-    size, drawn = _read_size(clients_per_group)
+    size = int(str(clients_per_group).removeprefix("drawn:"))
     group = np.repeat(np.arange(groups, dtype=np.int32), size)
-    if not drawn:
+    if not isinstance(clients_per_group, str):
         return group
     own = np.random.RandomState([seed, groups])
     return np.sort(own.randint(groups, size=len(group))).astype(np.int32)

@@ -51,18 +51,12 @@ def cut_times(key: Key, data: FederatedData, intervals: int) -> tuple[FederatedD
     """Cuts the time from the first to the last sample into intervals of equal length (an
     `ArrangeFn`).
     """
-    assert data.time is not None, NO_TIMES  # see `check_times`
+    assert data.time is not None  # see `check_times`
     real = (data.owner >= 0) & (data.time >= 0)
     first = jnp.min(jnp.where(real, data.time, INT32_MAX))
     span = jnp.max(jnp.where(real, data.time, -1)) - first + 1
     interval = (data.time - first) * intervals // jnp.maximum(span, 1)
     return data, jnp.clip(interval, 0, intervals - 1)
-
-
-NO_TIMES = (
-    "drift=by_time: the data set has no times; use elec2 or sent140, an .npz with an array time, or"
-    " another drift"
-)
 
 
 def check_times(data: FederatedData, intervals: int) -> None:
@@ -72,7 +66,10 @@ def check_times(data: FederatedData, intervals: int) -> None:
     time = np.zeros(0) if data.time is None else np.asarray(data.time)
     time = time[time >= 0]
     if not time.size:
-        raise InputError(NO_TIMES)
+        raise InputError(
+            "drift=by_time: the data set has no times; use elec2 or sent140, an .npz with an array"
+            " time, or another drift"
+        )
     span = int(time.max()) - int(time.min()) + 1
     if span * intervals > INT32_MAX:
         raise InputError(

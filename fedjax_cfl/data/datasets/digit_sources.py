@@ -2,7 +2,6 @@
 signs and street numbers, all as 28x28 grey images in [-1, 1].
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -36,8 +35,7 @@ def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
     (images [n, 32, 32, 3] uint8, labels, split). Only MNIST is downloaded, and SVHN by
     `fedjax-cfl download svhn`.
     """
-    readers_of: list[Callable[[], Source]] = [lambda: _mnist(offline), _usps, _sign]
-    parts = [read() for read in [*readers_of, *([_svhn] if svhn else [])]]
+    parts = [_mnist(offline), _usps(), _sign(), *([_svhn()] if svhn else [])]
     sizes = [len(y) for _, y, _ in parts]
     return check_pool(
         Pool(

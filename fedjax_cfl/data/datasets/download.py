@@ -29,13 +29,12 @@ class Remote(NamedTuple):
     url: str
 
 
-def read_registry(path: Path) -> dict[str, Remote]:
-    """Returns the public files of a registry by their paths under a data root."""
-    lines = (line.split() for line in path.read_text().splitlines() if line[:1] != "#")
-    return {name: Remote(digest, url) for name, digest, url in lines}
-
-
-REGISTRY = read_registry(Path(__file__).with_name("registry.txt"))
+LINES = Path(__file__).with_name("registry.txt").read_text().splitlines()
+# the public files by their paths under a data root
+REGISTRY = {
+    name: Remote(digest, url)
+    for name, digest, url in (line.split() for line in LINES if line[:1] != "#")
+}
 # what the archives among them hold
 MEMBERS = {
     "cifar10/cifar-10-binary.tar.gz": tuple(

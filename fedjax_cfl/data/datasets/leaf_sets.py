@@ -57,7 +57,7 @@ def sent140(
 
     Hashed vectors differ for different words, but similar words are not near each other:
     accuracies are not comparable with the papers'. Files: LEAF JSON under sent140/, see
-    `read_tweets`; `test` is set where they are split. There is no download. Raises InputError
+    `_find_tweets`; `test` is set where they are split. There is no download. Raises InputError
     for missing or bad files.
     """
     tweets, y, client, test, time = read_tweets(users, min_tweets, seed)
@@ -69,13 +69,9 @@ def sent140(
 def read_tweets(
     users: PositiveInt | None = None, min_tweets: NaturalInt = 30, seed: Seed = 0
 ) -> tuple[list[str], np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Returns the tweets of Sentiment140: texts [N], y [N] (1 positive), client [N], test
-    [N] bool if the files have a split, and hours [N] since 1970 if they have all dates.
-
-    Users keep their order of names. Only those with more than `min_tweets` tweets,
-    train and test together, are kept; if there are more than `users` of them, so many
-    are drawn with `seed` (None: no limit). See `_find_tweets` for where the files may be.
-    Raises InputError if there are none, if one is bad, or if no user has enough tweets.
+    """Returns the tweets of `sent140`: texts [N], y [N] (1 positive), client [N], in the order of
+    their names, test [N] bool if the files have a split, and hours [N] since 1970 if they have all
+    dates. Raises InputError if there are none, if one is bad, or if no user has enough tweets.
     """
     files = _find_tweets()
     sentiment = {"4": 1, "1": 1, "0": 0, "2": 0}  # of the original (2 is neutral), or of LEAF
