@@ -336,8 +336,8 @@ def test_a_run_of_a_table(fedjax_cfl):
 
 X = np.zeros((3, 2), np.float32)
 BAD = [
-    ([[0, 1], [1, 2], [0, 0]], "y is 2 in sample 1, label 1, expected 0 or 1 of each label"),
-    ([[0, 1], [1, np.nan], [0, 0]], "y is nan in sample 1, label 1"),
+    ([[0, 1], [1, 2], [0, 0]], "label 1 of y is 2 in sample 1, expected 0 or 1 of each label"),
+    ([[0, 1], [1, np.nan], [0, 0]], "label 1 of y is nan in sample 1"),
     (np.zeros((3, 0)), "y has dtype float64 and shape (3, 0)"),
     (np.zeros((2, 2)), "with the same N"),
     ([["a", "b"]] * 3, "or labels, 0 or 1, [N, T]"),

@@ -415,7 +415,7 @@ X = np.zeros((3, 2), np.float32)
         ([1.0, np.nan, 2.0], "y is nan in sample 1, expected numbers to regress that are finite"),
         ([1.0, 2.0, 1e60], "y is inf in sample 2"),
         (["a", "b", "c"], "y has dtype <U1 and shape (3,), expected numbers to regress [N]"),
-        (np.full((3, 2), 2.0), "y is 2.0 in sample 0, label 0, expected 0 or 1 of each label"),
+        (np.full((3, 2), 2.0), "label 0 of y is 2.0 in sample 0, expected 0 or 1 of each label"),
         (np.zeros((3, 2, 1)), "y has shape (3, 2, 1)"),
     ],
 )

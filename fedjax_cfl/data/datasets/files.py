@@ -12,11 +12,13 @@ from fedjax_cfl.data.datasets import readers
 from fedjax_cfl.data.datasets.pool import (
     COUNTED,
     MAX_CLASSES,
+    check_length,
     check_pool,
     name_clients,
     number_names,
     read_numbers,
     read_test_mask,
+    refuse_first,
     to_array,
 )
 from fedjax_cfl.errors import InputError
@@ -177,10 +179,7 @@ def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Po
 
 def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
     """Returns dates [N] of NumPy as whole seconds since the first of them."""
-    if np.isnat(dates).any():
-        raise InputError(
-            f"{path}: time is missing in sample {np.isnat(dates).argmax()}, expected a date in each"
-        )
+    refuse_first(np.isnat(dates), f"{path}: time", "missing", "a date in each")
     seconds = dates.astype("datetime64[us]").astype(np.int64)
     return (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
 
@@ -277,19 +276,12 @@ def _close_gaps(path: str, y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...] |
 
 def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of the clients [K], sorted, and each sample's client number [N]."""
-    if client.shape != (samples,):
-        raise InputError(
-            f"{path}: client has shape {client.shape}, expected ({samples},), one entry a sample"
-        )
+    check_length(f"{path}: client", client, samples)
     if client.dtype.kind not in "buifUSO":
         raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
     if client.dtype.kind == "f":
         bad = ~((np.abs(client) < 2**53) & (client == np.floor(client)))  # NaN is bad, too
-        if bad.any():
-            raise InputError(
-                f"{path}: client is {client[bad][0]} in sample {bad.argmax()}, expected whole"
-                " numbers below 2^53, or text"
-            )
+        refuse_first(bad, f"{path}: client", client, "whole numbers below 2^53, or text")
     if client.dtype.kind in "buif" and client.max(initial=0) < 2**63:
         ids, number = np.unique(client.astype(np.int64, copy=False), return_inverse=True)
     else:

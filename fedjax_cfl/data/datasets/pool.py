@@ -54,11 +54,8 @@ def check_pool(pool: Pool, name: str) -> Pool:
         x, rows = read_features(x), max(CHECK_BYTES // x[:1].nbytes, 1)
         blocks = (to_float32(x[begin : begin + rows]) for begin in range(0, len(x), rows))
         bad = np.concatenate([~np.isfinite(b).reshape(len(b), -1).all(1) for b in blocks])
-        if bad.any():
-            raise InputError(
-                f"{name}: x is NaN or infinite in {bad.sum()} samples, first in sample"
-                f" {bad.argmax()}, expected finite values"
-            )
+        said = f"NaN or infinite in {bad.sum()} samples, first"
+        refuse_first(bad, f"{name}: x", said, "finite values")
     classes = pool.num_classes
     y, classes = _read_labels(name, y, classes) if classes else (_read_targets(name, y), 0)
     given = {field: getattr(pool, field) for field in ("client", "test", "time")}
@@ -67,12 +64,27 @@ def check_pool(pool: Pool, name: str) -> Pool:
         for field, values in given.items()
     }
     if (test := read["test"]) is not None:
-        if (bad := test > 1).any():
-            raise InputError(
-                f"{name}: test is {test[bad][0]} in sample {bad.argmax()}, expected True or False"
-            )
+        refuse_first(test > 1, f"{name}: test", test, "True or False")
         read["test"] = test.astype(bool)
     return pool._replace(x=x, y=y, num_classes=classes, **read)
+
+
+def refuse_first(bad: np.ndarray, name: str, value: Any, expected: str) -> None:
+    """Raises InputError for the first sample of which `bad` [N] is True; `value` is what it has, or
+    what all of them have [N].
+    """
+    if bad.any():
+        sample = int(bad.argmax())
+        said = value[sample] if isinstance(value, np.ndarray) else value
+        raise InputError(f"{name} is {said} in sample {sample}, expected {expected}")
+
+
+def check_length(name: str, values: np.ndarray, samples: int) -> None:
+    """Raises InputError for values that are not one of each sample."""
+    if values.shape != (samples,):
+        raise InputError(
+            f"{name} has shape {values.shape}, expected ({samples},), one entry a sample"
+        )
 
 
 def to_array(name: str, value: Any) -> np.ndarray:
@@ -110,16 +122,10 @@ def _read_labels(name: str, y: np.ndarray, classes: int) -> tuple[np.ndarray, in
     """Returns class numbers [N] int32, and how many classes there are, see `check_pool`."""
     y = _read_whole(name, "y", y)
     classes = int(y.max()) + 1 if classes == COUNTED else classes
-    if (bad := y >= classes).any():
-        raise InputError(
-            f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected 0 .. {classes - 1}"
-            f" (num_classes={classes})"
-        )
+    expected = f"0 .. {classes - 1} (num_classes={classes})"
+    refuse_first(y >= classes, f"{name}: y", y, expected)
     if classes > MAX_CLASSES:
-        raise InputError(
-            f"{name}: y is {y.max()} in sample {y.argmax()}, expected class numbers below"
-            f" {MAX_CLASSES}"
-        )
+        refuse_first(y == y.max(), f"{name}: y", y, f"class numbers below {MAX_CLASSES}")
     return y, classes
 
 
@@ -130,19 +136,16 @@ def _read_targets(name: str, y: np.ndarray) -> np.ndarray:
             f"{name}: y has dtype {y.dtype} and shape {y.shape}, expected numbers to regress [N],"
             " or labels, 0 or 1, [N, T]"
         )
-    if y.ndim == 2 and (bad := ~np.isin(y, (0, 1))).any():
-        row, label = np.argwhere(bad)[0].tolist()
-        raise InputError(
-            f"{name}: y is {y[row, label]} in sample {row}, label {label}, expected 0 or 1 of each"
-            " label, or numbers to regress [N], one a sample"
-        )
+    if y.ndim == 2:
+        expected = "0 or 1 of each label, or numbers to regress [N], one a sample"
+        bad = ~np.isin(y, (0, 1))
+        label = int(bad[bad.any(1).argmax()].argmax())  # of the first sample with a bad one
+        refuse_first(bad.any(1), f"{name}: label {label} of y", y[:, label], expected)
     with np.errstate(over="ignore"):
         y = y.astype(np.float32)
-    if (bad := ~np.isfinite(y)).any():
-        raise InputError(
-            f"{name}: y is {y[bad][0]} in sample {bad.argmax()}, expected numbers to regress that"
-            " are finite in float32"
-        )
+    if y.ndim == 1:
+        expected = "numbers to regress that are finite in float32"
+        refuse_first(~np.isfinite(y), f"{name}: y", y, expected)
     return y
 
 
@@ -150,20 +153,13 @@ def _read_whole(name: str, field: str, values: np.ndarray, length: int | None = 
     """Returns whole, non-negative numbers [N] as int32; floats such as 5.0 are accepted."""
     if values.dtype.kind not in "buif":
         raise InputError(f"{name}: {field} has dtype {values.dtype}, expected integers")
-    if length is not None and values.shape != (length,):
-        raise InputError(
-            f"{name}: {field} has shape {values.shape}, expected ({length},), one entry a sample"
-        )
+    if length is not None:
+        check_length(f"{name}: {field}", values, length)
     # NaN fails every comparison
     bad = ~((values >= 0) & (values < 2**31) & (values == np.floor(values)))
-    if bad.any():
-        wrong, hint = values[bad][0], ""
-        if wrong == np.floor(wrong):
-            hint = f" up to {2**31 - 1}{REMEDIES.get(field, '')}"
-        raise InputError(
-            f"{name}: {field} is {wrong} in sample {bad.argmax()}, expected integers 0, 1, 2, ..."
-            f"{hint}"
-        )
+    whole = values[bad][:1] == np.floor(values[bad][:1])
+    hint = f" up to {2**31 - 1}{REMEDIES.get(field, '')}" if whole.any() else ""
+    refuse_first(bad, f"{name}: {field}", values, f"integers 0, 1, 2, ...{hint}")
     return values.astype(np.int32)
 
 
@@ -174,10 +170,7 @@ def number_owners(client: np.ndarray) -> np.ndarray:
 
 def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 or train, and 1 or test."""
-    if split.shape != y.shape[:1]:
-        raise InputError(
-            f"{path}: split has shape {split.shape}, expected ({len(y)},), one entry a sample"
-        )
+    check_length(f"{path}: split", split, len(y))
     words, number = number_names(str(path), "split", split)
     for place, word in enumerate(words):
         if word.lower() not in SPLITS:
