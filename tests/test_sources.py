@@ -231,7 +231,7 @@ def test_official_split_is_kept(tmp_path, monkeypatch):
     (tmp_path / "fashion_mnist" / "t10k-labels-idx1-ubyte").write_bytes(
         bytes([0, 0, 8, 1, 0, 0, 0, 2, 1, 1])
     )
-    one_line("images (10, 28, 28) and labels (2,)", fashion_mnist, offline=True)
+    one_line("images (10, 28, 28) uint8 and labels (2,)", fashion_mnist, offline=True)
 
 
 def cifar_records(coarse, fine):

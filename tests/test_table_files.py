@@ -314,7 +314,7 @@ def test_other_parts_of_a_parquet_file(path):
         ("word", "column word is 'x' in row 1 (the first is 1), expected a number"),
         ("other", "column other holds others, expected numbers, lists or images"),
         (["fixed", "half"], "column fixed holds lists, expected it as the only one"),
-        ("paths", "column paths in row 3 (the first is 1) has no bytes, at most a path"),
+        ("paths", "column paths has no bytes, at most a path in row 3 (the first is 1)"),
         ("broken", "column broken in row 4 (the first is 1): image cannot be read"),
         ("coloured", "or mode=rgb or mode=grey"),
         ("sizes", "expected one, or size=[4,5]"),

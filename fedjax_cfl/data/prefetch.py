@@ -15,11 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.sharding import replicate, replicated_sharding
+from fedjax_cfl.sharding import replicate, replicated_shapes
 from fedjax_cfl.types import Algorithm, ClientIndex, FederatedData, Key
 
 MAX_BLOCK_ROUNDS = 8  # in a block, at most: longer blocks hide no more and take more memory
@@ -50,33 +49,24 @@ def check_host_data(data: FederatedData, algorithm: Algorithm, drift: Drift) -> 
         )
 
 
-def block_shapes(
-    data: FederatedData, side: str, most: int, clients: int, mesh: Mesh
-) -> FederatedData:
-    """Returns the shapes and types of a block of samples on the devices.
+def make_block(data: FederatedData, side: str, most: int, clients: int) -> FederatedData:
+    """Returns a block in which no client holds a sample, on the host.
 
     Args: `side` is train or test; `most` is the number of its samples, and `clients` that of
-    its clients, both with room for the largest block; `mesh` has the devices, each of which
-    holds all of it.
+    its clients, both with room for the largest block.
     """
-    place = replicated_sharding(mesh)
-
-    def shape(dtype, *shape) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    number = shape(jnp.int32, clients)
-    held, empty = (
-        ClientIndex(shape(jnp.int32, most), number, number),
-        ClientIndex(shape(jnp.int32, 1), number, number),
-    )
+    number = np.zeros(clients, np.int32)
+    arrays: list[Any] = [np.zeros(1, np.int32), number, number]
+    nobody = ClientIndex(*arrays)
+    views = {"train": nobody, "test": nobody}
+    views[side] = nobody.replace(order=np.arange(most, dtype=np.int32))
     return data.replace(
-        x=shape(data.x.dtype, most, *data.x.shape[1:]),
-        y=shape(data.y.dtype, most, *data.y.shape[1:]),
-        owner=shape(jnp.int32, most),
-        train=held if side == "train" else empty,
-        test=held if side == "test" else empty,
-        concept=number,
-        shifted=shape(jnp.bool_, clients),
+        x=np.zeros((most, *data.x.shape[1:]), data.x.dtype),
+        y=np.zeros((most, *data.y.shape[1:]), data.y.dtype),
+        owner=np.full(most, -1, np.int32),
+        concept=np.full(clients, -1, np.int32),
+        shifted=np.zeros(clients, bool),
+        **views,
     )
 
 
@@ -188,24 +178,18 @@ class HostFeed:
             np.repeat(held.start[ids] - start[who], size[who]) + np.arange(size.sum())
         ]
         place = np.argsort(numbers, kind="stable")  # a mapped file is read in its own order
-        x = np.zeros((most, *self.data.x.shape[1:]), self.data.x.dtype)
-        x[place] = self.data.x[numbers[place]]
-        y = np.zeros((most, *self.data.y.shape[1:]), self.data.y.dtype)
-        y[: numbers.size] = self.data.y[numbers]
-        owner = np.full(most, -1, np.int32)
-        owner[: numbers.size] = np.repeat(who, size[who])
+        block: Any = make_block(self.data, side, most, clients)
+        block.x[place] = self.data.x[numbers[place]]
+        block.y[: numbers.size] = self.data.y[numbers]
+        block.owner[: numbers.size] = np.repeat(who, size[who])
         # of all clients where they train: the selection asks who has samples
         shown = np.asarray(held.size, np.int32) if side == "train" else size
-        arrays: list[Any] = [np.arange(most, dtype=np.int32), start, shown]
-        nobody: list[Any] = [np.zeros(1, np.int32), np.zeros_like(start), np.zeros_like(size)]
-        views = {name: ClientIndex(*nobody) for name in ("train", "test")}
-        views[side] = ClientIndex(*arrays)
-        rest = {"concept": np.full(clients, -1, np.int32), "shifted": np.zeros(clients, bool)}
-        return replicate(self.data.replace(x=x, y=y, owner=owner, **views, **rest), self.mesh)
+        view = getattr(block, side).replace(start=start, size=shown)
+        return replicate(block.replace(**{side: view}), self.mesh)
 
     def shapes(self, side: str) -> FederatedData:
         """Returns what the programs are compiled for."""
-        return block_shapes(self.data, side, *self.most[side], self.mesh)
+        return replicated_shapes(make_block(self.data, side, *self.most[side]), self.mesh)
 
     def peak_shapes(self) -> Any:
         """Returns the shapes of what is on the devices at the same time: of each side a

@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 from urllib.parse import unquote
 
 from fedjax_cfl.data.datasets.pool import sort_names
@@ -46,6 +46,11 @@ class Table(NamedTuple):
                 return f"row {row + 1} of {name} (the first is 1)"
             row -= rows
         return f"row {row + 1} (the first is 1)"
+
+    def refuse(self, column: str, row: int, said: str, expected: str) -> NoReturn:
+        """Raises InputError for the cell of a column in a row."""
+        where = f"{self.name}: column {column} {said} in {self.describe_row(row)}"
+        raise InputError(f"{where}, expected {expected}")
 
 
 def read_table(

@@ -21,12 +21,12 @@ from fedjax_cfl.types import Algorithm, FederatedData, Key, Rows, State
 CHUNK_BYTES = 2**27  # of models that are made at once
 
 
-def row_bytes(algorithm: Algorithm, data: FederatedData, key: Key, mesh: Mesh) -> int:
+def row_bytes(algorithm: Algorithm, data: FederatedData, key: Key) -> int:
     """Returns the bytes of one client's rows on the host; 0 where rows are not kept there."""
     if not has_host_rows(algorithm, prefetch.is_on_host(data)):
         return 0
     assert algorithm.first_rows is not None
-    samples = prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
+    samples = prefetch.make_block(data, "train", 1, data.num_clients)
     state = jax.eval_shape(algorithm.init, key, samples)
     rows = jax.eval_shape(algorithm.first_rows, state)
     return sum(leaf.size // len(leaf) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rows))

@@ -231,7 +231,7 @@ def compile_run(
     if prefetch.is_on_host(data) or jax.process_count() > 1:
         store = None  # how much of them is on a device depends on the key
     if prefetch.is_on_host(data):
-        row_bytes = host_rows.row_bytes(algorithm, data, replicated, mesh)
+        row_bytes = host_rows.row_bytes(algorithm, data, replicated)
         memory.check_host_rows(row_bytes * data.num_clients)
         rounds = plan.rounds, plan.eval_every
         feed = prefetch.HostFeed(data, algorithm, replicated, *rounds, mesh, row_bytes)

@@ -147,7 +147,7 @@ def state_shapes(setup: Setup, key: Key) -> tuple[State, DataState]:
     algorithm, _, data, drift, mesh, _ = setup
     on_host = prefetch.is_on_host(data)
     data = (
-        prefetch.block_shapes(data, "train", 1, data.num_clients, mesh)
+        prefetch.make_block(data, "train", 1, data.num_clients)
         if on_host
         else bound_client_samples(data, drift)
     )

@@ -59,11 +59,8 @@ def _strip(column: pd.Series) -> pd.Series:
 def refuse_missing(table: Table, name: str, missing: pd.Series) -> None:
     """Raises InputError, with the row, for a column in which values are missing [N]."""
     if missing.any():
-        row = int(missing.to_numpy().argmax())
-        raise InputError(
-            f"{table.name}: column {name} has no value in {table.describe_row(row)}, expected one"
-            " in every row: fill it in, or leave the row or the column out"
-        )
+        expected = "one in every row: fill it in, or leave the row or the column out"
+        table.refuse(name, int(missing.to_numpy().argmax()), "has no value", expected)
 
 
 def read_numbers(
@@ -84,10 +81,8 @@ def read_numbers(
         refuse_missing(table, name, words.isin(MISSING))
         row, other = int(bad.argmax()), "," if decimal == "." else "."
         hint = f"; decimal={other!r} is the other point" if other in words.iloc[row] else ""
-        raise InputError(
-            f"{table.name}: column {name} is {shorten(column.iloc[row])} in"
-            f" {table.describe_row(row)}, expected a number: {remedy}{hint}"
-        )
+        said = f"is {shorten(column.iloc[row])}"
+        table.refuse(name, row, said, f"a number: {remedy}{hint}")
     return numbers.to_numpy(np.float64)
 
 
@@ -124,10 +119,7 @@ def read_lists(table: Table, name: str) -> np.ndarray:
         else:
             values.append(value)
             continue
-        raise InputError(
-            f"{table.name}: column {name} has {wrong}, in {table.describe_row(row)}, expected"
-            " numbers, as many in each row"
-        )
+        table.refuse(name, row, f"has {wrong},", "numbers, as many in each row")
     with np.errstate(over="ignore"):
         whole = np.stack(values)
         return whole if whole.dtype == np.uint8 else whole.astype(np.float32)
@@ -147,14 +139,11 @@ def read_images(table: Table, name: str, size: list[int] | None, mode: Mode) -> 
         for row, cell in enumerate(table.frame[name]):
             inside = isinstance(cell, dict)
             content = cell["bytes"] if inside else cell
-            place = f"{table.name}: column {name} in {table.describe_row(row)}"
             if not isinstance(content, bytes) or not content:
                 what = "no bytes, at most a path" if inside else "no value"
-                raise InputError(
-                    f"{place} has {what}, expected the bytes of an image;"
-                    " datasets.load_dataset(...).save_to_disk(FOLDER) embeds them"
-                )
-            yield place, content
+                remedy = "datasets.load_dataset(...).save_to_disk(FOLDER) embeds them"
+                table.refuse(name, row, f"has {what}", f"the bytes of an image; {remedy}")
+            yield f"{table.name}: column {name} in {table.describe_row(row)}", content
 
     return stack_images(table.name, contents(), len(table.frame), size, mode)
 
@@ -207,11 +196,8 @@ def read_times(table: Table, name: str, decimal: str) -> np.ndarray:
         bad = (column.isna() | (zoned != zoned.iloc[0])).to_numpy()
         if bad.any():
             row = int(bad.argmax())
-            raise InputError(
-                f"{table.name}: column {name} is {shorten(words.iloc[row])} in"
-                f" {table.describe_row(row)}, expected whole numbers, or dates as 2018-02-28 or"
-                " 2018-02-28 19:06:18"
-            )
+            dates = "whole numbers, or dates as 2018-02-28 or 2018-02-28 19:06:18"
+            table.refuse(name, row, f"is {shorten(words.iloc[row])}", dates)
     elif find_kind(column) != "dates":
         return read_numbers(table, name, decimal)
     refuse_missing(table, name, column.isna())

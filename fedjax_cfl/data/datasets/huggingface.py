@@ -173,7 +173,7 @@ def choose_columns(hf: Any, path: str | Path, rows: Any, named: dict[str, Any]) 
     for role, options in kinds.items():
         if chosen[role] is not None:
             continue
-        said = f"no column holds {' or '.join(options)}"
+        said, fits = f"no column holds {' or '.join(options)}", []
         for kind, types in options.items():
             fits = [name for name, feature in features.items() if isinstance(feature, types)]
             fits = [name for name in fits if getattr(features[name], "length", 0) >= 0]

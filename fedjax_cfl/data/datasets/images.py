@@ -51,7 +51,7 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     images, test included, as FedProx prepared its data (x in 0 .. 255); else x stays
     uint8. Files: the four IDX files under mnist/, downloaded if missing.
     """
-    x, y, test = _idx("mnist", fetch("mnist", offline))
+    x, y, test = _idx(fetch("mnist", offline))
     return check_pool(
         Pool(_standardize(x, slice(None)) if standardize else x, y, 10, test=test), "mnist"
     )
@@ -74,7 +74,7 @@ def fashion_mnist(
     """
     pooled = locate(*FASHION) if locate(*list_wanted("fashion_mnist")) is None else None
     if pooled is None:
-        x, y, test = _idx("fashion_mnist", fetch("fashion_mnist", offline))
+        x, y, test = _idx(fetch("fashion_mnist", offline))
         rows = ~test
     else:
         parts = [read_images(path, ("images", "labels")) for path in pooled]
@@ -212,13 +212,17 @@ def read_images(
 ) -> dict[str, np.ndarray]:
     """Reads an npz file whose `images` must be [N, *shape] uint8 and `labels` [N]."""
     arrays = readers.read_npz(path, names)
-    x, y = arrays["images"], arrays["labels"]
+    check_images(path, arrays["images"], arrays["labels"], shape)
+    return arrays
+
+
+def check_images(path: Path, x: np.ndarray, y: np.ndarray, shape: tuple[int, ...]) -> None:
+    """Raises InputError for images that are not [N, *shape] uint8, or labels not [N]."""
     if x.shape[1:] != shape or x.dtype != np.uint8 or y.shape != x.shape[:1]:
         raise InputError(
             f"{path}: images {x.shape} {x.dtype} and labels {y.shape}, expected [N,"
             f" {str(shape)[1:-1]}] uint8 and [N]"
         )
-    return arrays
 
 
 def _records(path: Path, labels: int = 1) -> tuple[np.ndarray, np.ndarray]:
@@ -236,17 +240,13 @@ def _records(path: Path, labels: int = 1) -> tuple[np.ndarray, np.ndarray]:
     return x, records[:, :labels]
 
 
-def _idx(name: str, paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _idx(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reads train images, train labels, test images, test labels; returns x [N, 28, 28]
     uint8, y [N], test [N] bool.
     """
     images, labels = ([readers.read_idx(path) for path in paths[first::2]] for first in (0, 1))
     for image, label in zip(images, labels, strict=True):
-        if image.shape[1:] != (28, 28) or label.shape != image.shape[:1]:
-            raise InputError(
-                f"{name}: images {image.shape} and labels {label.shape} in {paths[0].parent},"
-                " expected [N, 28, 28] and [N]"
-            )
+        check_images(paths[0].parent, image, label, (28, 28))
     test = np.repeat([False, True], [len(part) for part in labels])
     return np.concatenate(images), np.concatenate(labels), test
 

@@ -138,9 +138,10 @@ def _read_targets(name: str, y: np.ndarray) -> np.ndarray:
         )
     if y.ndim == 2:
         expected = "0 or 1 of each label, or numbers to regress [N], one a sample"
-        bad = ~np.isin(y, (0, 1))
-        label = int(bad[bad.any(1).argmax()].argmax())  # of the first sample with a bad one
-        refuse_first(bad.any(1), f"{name}: label {label} of y", y[:, label], expected)
+        wrong = ~np.isin(y, (0, 1))
+        bad = np.asarray(wrong.any(1))
+        label = int(wrong[bad.argmax()].argmax())  # of the first sample with a bad one
+        refuse_first(bad, f"{name}: label {label} of y", y[:, label], expected)
     with np.errstate(over="ignore"):
         y = y.astype(np.float32)
     if y.ndim == 1:
