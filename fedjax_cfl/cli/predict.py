@@ -15,7 +15,7 @@ import argparse
 import inspect
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -33,9 +33,31 @@ from fedjax_cfl.runs.place import can_place, place_clients
 from fedjax_cfl.runs.results import atomic_write, write_columns
 from fedjax_cfl.types import Pool
 
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
 TABLES = ("csv", "jsonl", "parquet")
 MOST_CLASSES = 20  # of a confusion matrix that is printed
+
+
+class Samples(NamedTuple):
+    """The samples of a file that lack no value."""
+
+    x: np.ndarray  # [N, ...]
+    row: np.ndarray  # [N], in the file, the first is 0
+    y: np.ndarray | None = None  # [N], or labels [N, T]
+    client: np.ndarray | None = None  # [N], names
+    split: np.ndarray | None = None  # [N] bool, True: for testing
+
+    def take(self, rows: np.ndarray) -> "Samples":
+        """Returns some of the samples."""
+        arrays = {name: array for name, array in self._asdict().items() if array is not None}
+        return Samples(**{name: array[rows] for name, array in arrays.items()})
+
+    def list_training(self, rows: np.ndarray) -> np.ndarray:
+        """Returns which of the samples `rows` are for training: all without a split."""
+        return rows if self.split is None else rows[~self.split[rows]]
 
 
 class Predictions(NamedTuple):
@@ -88,26 +110,25 @@ def main(argv: list[str]) -> int:
         raise InputError(
             f"run_dir={given.run_dir}: no evaluation had a score ({words}) to be best of"
         )
-    arrays, total = read_samples(run, given.file, labels=not given.no_labels)
-    missing = np.setdiff1d(np.arange(total), arrays["row"])
+    samples, total = read_samples(run, given.file, labels=not given.no_labels)
+    missing = np.setdiff1d(np.arange(total), samples.row)
     try:
-        found, unknown = predict_all(run, saved, arrays, given.run_dir)
+        samples, found, unknown = predict_all(run, saved, samples, given.run_dir)
     except InputError as error:
         raise InputError(f"{given.file}: {error}") from None
     left = describe_left_out(missing, total, unknown)
-    if not len(arrays["row"]):
+    if not len(samples.row):
         raise InputError(f"{given.file}: {left}")
-    print("\n".join(describe_predictions(run, saved, arrays, found)))
-    counted = "y" in arrays and run.num_classes
-    confusion = count_confusions(run, saved, arrays, found) if counted else None
+    print("\n".join(describe_predictions(run, saved, samples, found)))
+    counted = samples.y is not None and run.num_classes
+    confusion = count_confusions(run, saved, samples, found) if counted else None
     if given.confusion:
         if confusion is None:
             raise InputError(f"{given.file}: has no labels y, which --confusion counts")
         print("\n".join(describe_confusions(confusion, run.list_classes())))
     if given.out:
-        columns = {name: arrays[name] for name in ("row", "client") if name in arrays}
-        if not left:
-            del columns["row"]  # that of each sample in the file
+        columns = {"row": samples.row} if left else {}
+        columns |= {} if samples.client is None else {"client": samples.client}
         write_predictions(given.out, run, found, confusion, columns)
     if left:
         print_error(f"{given.file}: {left}")
@@ -134,42 +155,36 @@ def describe_left_out(missing: np.ndarray, total: int, unknown: dict[str, np.nda
     return f"{count:,} of {total:,} rows are not predicted: {'; '.join(reasons)}" if count else ""
 
 
-def read_samples(run: LoadedRun, file: str, labels: bool) -> tuple[dict[str, np.ndarray], int]:
-    """Returns x, what else there is of y, client and split, and the row of each sample that lacks
-    no value, and how many rows there are; of an .npz, or of a file that is read as the run read
-    its own; False `labels`: it has none. Raises InputError for what cannot be read so.
+# reading
+
+
+def read_samples(run: LoadedRun, file: str, labels: bool) -> tuple[Samples, int]:
+    """Returns the samples of an .npz, or of a file that is read as the run read its own, and how
+    many rows it has; False `labels`: it has none. Raises InputError for what cannot be read so.
     """
-    if file.lower().endswith(".npz"):
-        names = ("y", "client", "split") if labels else ("client", "split")
-        arrays = read_npz(file, ("x",), names)
-        total = len(arrays["x"]) if arrays["x"].ndim else 1
-        for name in set(names) & set(arrays):
-            if arrays[name].shape[:1] != (total,):
-                raise InputError(
-                    f"{file}: {name} has shape {arrays[name].shape}, expected ({total},)"
-                )
-        if "client" in arrays:
-            ids, number = number_clients(file, arrays["client"], total)
-            arrays["client"] = ids[number]
-        if "split" in arrays:
-            arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(total))
-        rows = list_whole(arrays["x"])
-        return {name: array[rows] for name, array in arrays.items()} | {"row": rows}, total
-    pool, rows, total = read_as_run(run, file, labels)
-    arrays = {"x": np.asarray(pool.x), "row": rows}
-    y = pool.y if labels else None
-    named = {"y": (y, pool.class_names), "client": (pool.client, pool.client_names)}
-    for name, (values, names) in (named | {"split": (pool.test, None)}).items():
-        if values is not None:
-            arrays[name] = values if names is None else np.array(names)[values]
-    return arrays, total
-
-
-def list_whole(x: np.ndarray) -> np.ndarray:
-    """Returns which samples x [N, ...] lack no value."""
-    if x.dtype.kind != "f" or not x.ndim:
-        return np.arange(len(x) if x.ndim else 1)
-    return np.flatnonzero(~np.isnan(x.reshape(len(x), -1)).any(1))
+    if not file.lower().endswith(".npz"):
+        pool, rows, total = read_as_run(run, file, labels)
+        y, client = pool.y if labels else None, pool.client
+        if y is not None and pool.class_names is not None:
+            y = np.array(pool.class_names)[y]
+        if client is not None and pool.client_names is not None:
+            client = np.array(pool.client_names)[client]
+        return Samples(np.asarray(pool.x), rows, y, client, pool.test), total
+    names = ("y", "client", "split") if labels else ("client", "split")
+    arrays = read_npz(file, ("x",), names)
+    x = np.atleast_1d(arrays["x"])
+    total = len(x)
+    for name in set(names) & set(arrays):
+        if arrays[name].shape[:1] != (total,):
+            raise InputError(f"{file}: {name} has shape {arrays[name].shape}, expected ({total},)")
+    if "client" in arrays:
+        ids, number = number_clients(file, arrays["client"], total)
+        arrays["client"] = ids[number]
+    if "split" in arrays:
+        arrays["split"] = read_test_mask(file, arrays["split"], np.zeros(total))
+    whole = ~np.isnan(x.reshape(total, -1)).any(1) if x.dtype.kind == "f" else np.ones(total, bool)
+    arrays |= {"x": x, "row": np.arange(total)}
+    return Samples(**arrays).take(np.flatnonzero(whole)), total
 
 
 def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarray, int]:
@@ -214,56 +229,63 @@ def read_as_run(run: LoadedRun, file: str, labels: bool) -> tuple[Pool, np.ndarr
     return pool, np.arange(len(pool.x)), len(pool.x)
 
 
+# predicting
+
+
 def predict_all(
-    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], run_dir: str
-) -> tuple[Predictions, dict[str, np.ndarray]]:
-    """Predicts every sample with its client's model. Returns what is predicted, and the rows of
-    each client that no model is found for, by its name; of `arrays` these samples are taken away,
-    and labels become class numbers. `run_dir` is that of the run. Raises InputError for arrays
-    that do not fit.
+    run: LoadedRun, saved: SavedModels, samples: Samples, run_dir: str
+) -> tuple[Samples, Predictions, dict[str, np.ndarray]]:
+    """Predicts every sample with its client's model. Returns the samples that have one, with class
+    numbers for labels, what is predicted of them, and the rows of each client that no model is
+    found for, by its name. `run_dir` is that of the run. Raises InputError for samples that do not
+    fit.
     """
-    x = run.check_samples(arrays["x"]) if len(arrays["x"]) else arrays["x"]
-    if "y" in arrays and len(x):
-        arrays["y"] = run.check_labels(arrays["y"], len(x))
-    clients = arrays.get("client", np.zeros(len(x), np.int32))
-    met = list_met(run, saved) if "client" in arrays else {}
-    model, known = np.zeros(len(x), np.int32), np.zeros(len(x), bool)
-    scores = np.zeros((len(x), run.outputs), np.float32)
+    count = len(samples.row)
+    if count:
+        x, y = run.check_samples(samples.x), samples.y
+        samples = samples._replace(x=x, y=None if y is None else run.check_labels(y, count))
+    clients = np.zeros(count, np.int32) if samples.client is None else samples.client
+    met = {} if samples.client is None else list_met(run, saved)
+    model, known = np.zeros(count, np.int32), np.zeros(count, bool)
     alike = run.final.scaling is None
-    scaled = run.scale(x) if alike and len(x) else np.empty(x.shape, np.float32)
+    scaled = run.scale(samples.x) if alike and count else np.empty(samples.x.shape, np.float32)
+    # models and mixtures with those who use them, clients to be placed by inputs, and the others
+    used, waiting, unknown = {}, [], {}
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
-    waiting, unknown = [], {}  # clients that are placed by their inputs, and those without a model
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        place, used = met.get(clean_name(client), (None, None))
-        known[rows] = used is not None
+        training = samples.list_training(rows)
+        place, own = met.get(clean_name(client), (None, None))
+        known[rows] = own is not None
         if not alike:
-            scaled[rows] = run.scale(x[rows], place, x[list_training(arrays, rows)])
-        if used is None and "y" not in arrays and can_place(run, saved):
-            waiting.append(rows)
+            scaled[rows] = run.scale(samples.x[rows], place, samples.x[training])
+        if own is None and samples.y is None and can_place(run, saved):
+            waiting.append((rows, training if training.size else rows))
             continue
-        used = choose_model(run, saved, arrays, rows) if used is None else used
-        if used is None:
-            unknown[str(client) if "client" in arrays else ""] = rows
-            continue
-        model[rows] = used if isinstance(used, int) else np.argmax(used)
-        if not isinstance(used, int):
-            scores[rows] = run.infer(used, scaled[rows], saved)
+        if own is None and samples.y is not None and training.size:
+            find = run.find_model if saved.weights is None else run.find_weights
+            own = find(samples.x[training], samples.y[training], saved)
+        if own is None:
+            unknown[str(client) if samples.client is not None else ""] = rows
+        elif isinstance(own, int):
+            used.setdefault(own, (own, []))[1].append(rows)
+        else:
+            used[str(client)] = own, [rows]
     if waiting:
-        training = [list_training(arrays, rows) for rows in waiting]
-        each = [own if own.size else rows for own, rows in zip(training, waiting, strict=True)]
-        owner = np.repeat(np.arange(len(each)), [len(rows) for rows in each])
-        groups = place_clients(run_dir, run, scaled[np.concatenate(each)], owner)
-        for rows, group in zip(waiting, groups, strict=True):
-            model[rows] = group
-    kept = np.setdiff1d(np.arange(len(x)), np.concatenate([[], *unknown.values()])).astype(int)
-    for used in np.unique(model[kept]) if saved.weights is None else ():
-        rows = kept[model[kept] == used]
-        scores[rows] = run.infer(int(used), scaled[rows], saved)
-    arrays |= {name: array[kept] for name, array in arrays.items()}
+        inputs = scaled[np.concatenate([own for _, own in waiting])]
+        owner = np.repeat(np.arange(len(waiting)), [len(own) for _, own in waiting])
+        groups = place_clients(run_dir, run, inputs, owner).tolist()
+        for (rows, _), group in zip(waiting, groups, strict=True):
+            used.setdefault(group, (group, []))[1].append(rows)
+    scores = np.zeros((count, run.outputs), np.float32)
+    for own, parts in used.values():
+        rows = np.concatenate(parts)
+        scores[rows] = run.infer(own, scaled[rows], saved)
+        model[rows] = own if isinstance(own, int) else np.argmax(own)
+    kept = np.setdiff1d(np.arange(count), np.concatenate([[], *unknown.values()])).astype(int)
     scores = scores[kept]
     guess, chances = run.targets.guess(scores), run.targets.chances(scores)
-    return Predictions(guess, model[kept], known[kept], chances), unknown
+    return samples.take(kept), Predictions(guess, model[kept], known[kept], chances), unknown
 
 
 def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
@@ -279,29 +301,14 @@ def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | n
     }
 
 
-def list_training(arrays: dict[str, np.ndarray], rows: np.ndarray) -> np.ndarray:
-    """Returns which of the samples `rows` of a client are for training: all without a split."""
-    return rows[~arrays["split"][rows]] if "split" in arrays else rows
-
-
-def choose_model(
-    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], rows: np.ndarray
-) -> int | np.ndarray | None:
-    """Returns the model for a client that has none, or its weights [M] of all models, by its
-    training samples among `rows`; None: they have no labels, or there are none.
-    """
-    rows = list_training(arrays, rows)
-    if "y" not in arrays or not rows.size:
-        return None
-    find = run.find_model if saved.weights is None else run.find_weights
-    return find(arrays["x"][rows], arrays["y"][rows], saved)
+# what is said of them
 
 
 def describe_predictions(
-    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
+    run: LoadedRun, saved: SavedModels, samples: Samples, found: Predictions
 ) -> list[str]:
     """Returns the lines to print: one for clients with a model in the run, one for others."""
-    scored: Any = arrays.get("split", np.ones(len(found.known), bool))
+    scored = np.ones(len(found.known), bool) if samples.split is None else samples.split
     lines = [f"{run.summary['algorithm']}, models of round {saved.round}"]
     kinds = (("clients of the run", found.known), ("clients new to the run", ~found.known))
     for name, rows in kinds:
@@ -311,27 +318,29 @@ def describe_predictions(
         by = "models" if saved.weights is None else "mixtures, the heaviest of each model"
         line = f"{name}: {rows.sum():,} samples, {by} {models}"
         rows = rows & scored
-        if "y" in arrays and rows.any():
+        if samples.y is not None and rows.any():
             score, guess = run.targets.score, found.predicted[rows]
             guess = guess.astype(float) if guess.dtype.kind == "f" else guess
-            held = np.ones(len(guess), bool)
-            value = float(run.targets.rate(*run.targets.sums(guess, arrays["y"][rows], held)))
+            sums = run.targets.sums(guess, samples.y[rows], np.ones(len(guess), bool))
+            value = float(run.targets.rate(*sums))
             line += f", {score.words} {score.format(value)} on {rows.sum():,}"
-            line += "" if "split" in arrays or found.known[rows].all() else ", which chose too"
+            chose = samples.split is None and not found.known[rows].all()
+            line += ", which chose too" if chose else ""
         lines.append(line)
     return lines
 
 
 def count_confusions(
-    run: LoadedRun, saved: SavedModels, arrays: dict[str, np.ndarray], found: Predictions
+    run: LoadedRun, saved: SavedModels, samples: Samples, found: Predictions
 ) -> np.ndarray:
     """Returns how many samples of class c, those for testing where there is a split, each model
     takes for class d, [M, C, C] int64; of a mixture the samples count for its heaviest model.
     """
-    rows = np.flatnonzero(arrays.get("split", np.ones(len(found.known), bool)))
+    assert samples.y is not None
+    rows = slice(None) if samples.split is None else samples.split
     models, classes = len(jax.tree.leaves(saved.models)[0]), run.num_classes
     counts = np.zeros((models, classes, classes), np.int64)
-    np.add.at(counts, (found.model[rows], arrays["y"][rows], found.predicted[rows]), 1)
+    np.add.at(counts, (found.model[rows], samples.y[rows], found.predicted[rows]), 1)
     return counts
 
 
@@ -339,6 +348,8 @@ def describe_confusions(counts: np.ndarray, names: list[str]) -> list[str]:
     """Returns the matrix of each model that has samples, as lines: true classes down, predicted
     ones across; of more than `MOST_CLASSES` the most frequent confusions alone.
     """
+    import pandas  # only now: few ask for it
+
     classes, lines = [shorten(name)[1:-1] for name in names], []
     for model in np.flatnonzero(counts.sum((1, 2))):
         mine = counts[model]
@@ -348,11 +359,9 @@ def describe_confusions(counts: np.ndarray, names: list[str]) -> list[str]:
             most = np.argsort(-wrong, axis=None, kind="stable")[:MOST_CLASSES]
             pairs = ((*divmod(int(place), len(mine)), wrong.flat[place]) for place in most)
             lines += [f"  {classes[c]} as {classes[d]}: {n}" for c, d, n in pairs if n]
-            continue
-        rows = [[name, *map(str, row)] for name, row in zip(classes, mine, strict=True)]
-        table = np.array([["", *classes], *rows])
-        wide = np.char.str_len(table).max(0)
-        lines += ["  " + "  ".join(map(str.rjust, row, wide)) for row in table.tolist()]
+        else:
+            table = pandas.DataFrame(mine, classes, classes).to_string()
+            lines += [f"  {line}" for line in table.splitlines()]
     return lines
 
 
@@ -370,35 +379,32 @@ def write_predictions(
     before them.
     """
     arrays: dict[str, Any] = columns | {k: v for k, v in found._asdict().items() if v is not None}
-    if run.class_names is not None:
-        arrays["classes"] = np.array(run.list_classes())
-        arrays["predicted"] = arrays["classes"][found.predicted]
+    classes = None if run.class_names is None else np.array(run.list_classes())
+    if classes is not None:
+        arrays["predicted"] = classes[found.predicted]
     try:
         if path.lower().endswith(".npz"):
-            arrays |= {} if confusion is None else {"confusion": confusion}
+            arrays |= {"classes": classes, "confusion": confusion}
             with atomic_write(path) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **arrays)
+                np.savez(file, **{k: v for k, v in arrays.items() if v is not None})
         elif path.lower().endswith(".csv"):
-            table = list_columns(arrays)
-            rows = zip(*table.values(), strict=True)
-            write_columns(path, [dict(zip(table, row, strict=True)) for row in rows])
+            rows: Any = split_columns(arrays, classes).to_dict("records")
+            write_columns(path, rows)
         else:
             with atomic_write(path) as temporary:
-                to_frame(list_columns(arrays)).to_parquet(temporary)
+                split_columns(arrays, classes).to_parquet(temporary)
     except OSError as error:
         raise InputError(f"--out={path}: cannot be written: {error.strerror}") from None
     print(f"written to {path}")
 
 
-def list_columns(arrays: dict[str, np.ndarray]) -> dict[str, list[Any]]:
-    """Returns the columns of a table, with one for each class or label."""
+def split_columns(arrays: dict[str, np.ndarray], classes: np.ndarray | None) -> "DataFrame":
+    """Returns arrays [N], and [N, C] with a column for each class or label, as a table."""
     columns = {}
     for name, values in arrays.items():
-        if name == "classes":
-            continue
         if values.ndim == 1:
             columns[name] = values.tolist()
         else:
-            classes = arrays["classes"] if "classes" in arrays else range(values.shape[1])
-            columns |= dict(zip((f"{name} {c}" for c in classes), values.T.tolist(), strict=True))
-    return columns
+            each = range(values.shape[1]) if classes is None else classes
+            columns |= dict(zip((f"{name} {c}" for c in each), values.T.tolist(), strict=True))
+    return to_frame(columns)

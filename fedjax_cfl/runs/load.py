@@ -8,7 +8,7 @@ argument, so that reading a directory imports nothing that it names.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,19 +178,20 @@ class LoadedRun(NamedTuple):
         """Returns the outputs [B, C] float32 that a model gives samples [B, ...] that `scale` has
         returned, of a mixture the logarithms of probabilities; `model` is as in `predict_with`.
         """
-        total = _count_models(saved.models)
-        if np.ndim(model):
-            weights = check_weights(model, total)
-            used, predict = (saved.models, weights), _mix_block
-        elif not 0 <= model < total:
-            raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
-        else:
-            used, predict = take_rows(saved.models, model), _predict_block
-        found = [
-            np.asarray(predict(self.task, used, block, count))[:count]
-            for block, count in _blocks(samples)
-        ]
-        return np.concatenate(found)
+        total = jax.tree.leaves(saved.models)[0].shape[0]
+        if not np.ndim(model):
+            if not 0 <= model < total:
+                raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
+            found = map_blocks(_predict, self.task, take_rows(saved.models, model), samples)
+            return np.concatenate([*found])
+        weights = np.asarray(model, np.float32)
+        if weights.shape != (total,):
+            raise InputError(
+                f"model has shape {weights.shape}, expected weights of shape ({total},)"
+            )
+        if not (weights >= 0).all() or not np.isclose(weights.sum(), 1, atol=1e-3):
+            raise InputError("model: weights must be >= 0 and have the sum 1")
+        return np.concatenate([*map_blocks(_mix, self.task, (saved.models, weights), samples)])
 
     def find_weights(self, x: Any, y: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the weights [M] float32 with which a client that took no part in the run mixes
@@ -203,8 +204,9 @@ class LoadedRun(NamedTuple):
         if saved.weights is None:
             raise InputError("clients of this run use one model each; find_model(x, y) chooses one")
         labels, given = self.check_labels(y, len(samples)), (saved.models, saved.label_shares)
-        total = _sum_blocks(functools.partial(_sum_parts, self.task, *given), samples, labels)
-        return (total / np.sum(total)).astype(np.float32)
+        parts = np.concatenate([*map_blocks(_explain, self.task, given, samples, labels)])
+        total = parts.sum(0, dtype=float)
+        return (total / total.sum()).astype(np.float32)
 
     def find_model(self, x: Any, y: Any, saved: SavedModels | None = None) -> int:
         """Returns the number of the model of lowest mean loss on samples x [B, ...] with labels,
@@ -221,7 +223,8 @@ class LoadedRun(NamedTuple):
         if not used.size:
             raise InputError("no client of the run has a model, and none can be chosen")
         models = take_rows(saved.models, used)
-        total = _sum_blocks(functools.partial(_sum_losses, self.task, models), samples, labels)
+        losses = np.concatenate([*map_blocks(_lose, self.task, models, samples, labels)])
+        total = losses.sum(0, dtype=float)
         return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
 
     def check_samples(self, x: Any) -> np.ndarray:
@@ -250,18 +253,15 @@ class LoadedRun(NamedTuple):
         """Returns labels [B] int32, of class numbers or, where labels were text, of names; of a
         regression numbers [B] float32, where samples have several labels these [B, T] float32.
         """
-        y = to_array("y", y)
-        numbers = self.class_names is not None and all(n.isdecimal() for n in self.class_names)
+        y, names = to_array("y", y), self.class_names
+        numbers = names is not None and all(map(str.isdecimal, names))
         # numbers with gaps name their classes as text does
         if y.dtype.kind in "SU" or (numbers and y.dtype.kind in "iuf"):
             y = np.array(list(map(clean_name, y.ravel().tolist()))).reshape(y.shape)
-        if y.dtype.kind == "U" and self.class_names is not None:
-            unknown = y[~np.isin(y, self.class_names)]
-            if unknown.size:
-                names = ", ".join(self.class_names)
-                raise InputError(f"y={unknown.flat[0]}: the classes of the run are {names}")
-            order = np.argsort(self.class_names)
-            y = order[np.searchsorted(self.class_names, y, sorter=order)]
+        if y.dtype.kind == "U" and names is not None:
+            if unknown := {*y.ravel().tolist()}.difference(names):
+                raise InputError(f"y={min(unknown)}: the classes of the run are {', '.join(names)}")
+            y = np.vectorize(names.index, otypes=[np.int32])(y)
         stand_in = np.zeros((samples, 1), np.uint8)  # of samples that are checked already
         pool = check_pool(Pool(stand_in, y, self.num_classes), "samples")
         if kind_of(pool).name != self.targets.name or count_outputs(pool) != self.outputs:
@@ -326,7 +326,10 @@ def load_run(
     outputs = facts.get("labels") or max(classes, 1)
     module = module or build_module(settings["model"]["module"], outputs)
     task = as_task(module, shape, classes, 0, targets)
-    _check_fit(run_dir, task, final.models)
+    expected = jax.eval_shape(task.init, jax.random.key(0))
+    expected = jax.tree.map(lambda leaf: leaf.shape, expected)
+    if expected != jax.tree.map(lambda leaf: leaf.shape[1:], final.models):
+        raise InputError(f"run_dir={run_dir}: its models have other parameters than this module")
     clients = read_clients(run_dir, run_id=run_id)
     about = settings, summary, rows, clients, read_assignments(run_dir, run_id)
     more = task, shape, classes, names, outputs, columns, facts.get("pixels")
@@ -370,16 +373,6 @@ def read_models(path: Path, run_id: str | None) -> tuple[SavedModels, dict[str, 
     return SavedModels(*common, weights, label_shares, scaling), facts
 
 
-def check_weights(weights: Any, total: int) -> np.ndarray:
-    """Returns the weights of `total` models. Raises InputError unless they are shares of 1."""
-    found = np.asarray(weights, np.float32)
-    if found.shape != (total,):
-        raise InputError(f"model has shape {found.shape}, expected weights of shape ({total},)")
-    if not (found >= 0).all() or not np.isclose(found.sum(), 1, atol=1e-3):
-        raise InputError("model: weights must be >= 0 and have the sum 1")
-    return found
-
-
 def build_module(node: Any, num_classes: int) -> nn.Module:
     """Builds a model of the package from the settings of a run. Raises InputError for any
     other: give it to `load_run` as `module`.
@@ -408,76 +401,45 @@ def _instantiate(node: Any) -> Any:
     return functools.partial(function, **values)
 
 
-def _check_fit(run_dir: Path, task: Task, saved: Params) -> None:
-    expected = jax.eval_shape(task.init, jax.random.key(0))
-    shapes = jax.tree.map(lambda leaf: leaf.shape, expected)
-    if shapes != jax.tree.map(lambda leaf: leaf.shape[1:], saved):
-        raise InputError(f"run_dir={run_dir}: its models have other parameters than this module")
+# blocks of samples, each padded to one size, for which programs are compiled once
 
 
-def _count_models(models: Params) -> int:
-    return jax.tree.leaves(models)[0].shape[0]
+def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields function(task, models, *blocks, owner) of each block of the samples of `arrays`
+    [N, ...], without the rows of the padding, whose owner is -1.
+    """
+    for start in range(0, len(arrays[0]), BLOCK):
+        blocks = [array[start : start + BLOCK] for array in arrays]
+        count = len(blocks[0])
+        full = [np.pad(x, [(0, BLOCK - count)] + [(0, 0)] * (x.ndim - 1)) for x in blocks]
+        owner = np.where(np.arange(BLOCK) < count, 0, -1)
+        yield np.asarray(_compile(function, task, models, *full, owner))[:count]
 
 
-def _blocks(x: np.ndarray):
-    """Yields (samples [BLOCK, ...], how many of them are real)."""
-    for start in range(0, len(x), BLOCK):
-        block = x[start : start + BLOCK]
-        rest = [(0, BLOCK - len(block))] + [(0, 0)] * (block.ndim - 1)
-        yield np.pad(block, rest), len(block)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compile(function: Any, *arguments: Any) -> jax.Array:
+    return function(*arguments)
 
 
-def _sum_blocks(function: Callable[..., jax.Array], x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Returns the sum of function(samples, labels, how many are real) over blocks."""
-    pairs = zip(_blocks(x), _blocks(y), strict=True)
-    found = (function(block, labels, count) for (block, count), (labels, _) in pairs)
-    return np.asarray(sum(np.asarray(part, float) for part in found))
+def _predict(task: Task, model: Params, x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Returns the outputs [BLOCK, C]."""
+    return task.predict(model, x, owner)
 
 
-def _owner(count: jax.Array) -> jax.Array:
-    """Returns the owner [BLOCK] of each sample of a block, -1 for padding."""
-    return jnp.where(jnp.arange(BLOCK) < count, 0, -1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _predict_block(task: Task, model: Params, x: jax.Array, count: jax.Array) -> jax.Array:
-    return task.predict(model, x, _owner(count))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _mix_block(
-    task: Task, mixture: tuple[Params, jax.Array], x: jax.Array, count: jax.Array
-) -> jax.Array:
+def _mix(task: Task, mixture: Any, x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Returns the outputs [BLOCK, C] of all models, by their weights."""
     models, weights = mixture
-    each = jnp.broadcast_to(weights, (BLOCK, weights.size))
-    return mix_predictions(task, models, each, x, _owner(count))
+    return mix_predictions(task, models, jnp.broadcast_to(weights, (BLOCK, weights.size)), x, owner)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sum_parts(
-    task: Task,
-    models: Params,
-    label_shares: jax.Array | None,
-    x: jax.Array,
-    y: jax.Array,
-    count: jax.Array,
-) -> jax.Array:
-    """Returns the sums [M] of the models' parts in the real samples, from equal weights."""
-    owner = _owner(count)
-    equal = jnp.full(_count_models(models), 1 / _count_models(models))
-    parts = explain_samples(task, models, label_shares, equal, x, y, owner)
-    return jnp.sum(parts, axis=1)
+def _explain(task: Task, given: Any, x: jax.Array, y: jax.Array, owner: jax.Array) -> jax.Array:
+    """Returns the parts [BLOCK, M] of the models in each sample, from equal weights."""
+    models, label_shares = given
+    total = jax.tree.leaves(models)[0].shape[0]
+    equal = jnp.full(total, 1 / total)
+    return explain_samples(task, models, label_shares, equal, x, y, owner).T
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _sum_losses(
-    task: Task, models: Params, x: jax.Array, y: jax.Array, count: jax.Array
-) -> jax.Array:
-    """Returns the loss [M] of each model, summed over the real samples."""
-    owner = _owner(count)
-
-    def total(model):
-        loss = task.targets.loss_value(task.predict(model, x, owner), y)
-        return jnp.sum(jnp.where(owner >= 0, loss, 0.0))
-
-    return lax.map(total, models)
+def _lose(task: Task, models: Params, x: jax.Array, y: jax.Array, owner: jax.Array) -> jax.Array:
+    """Returns the loss [BLOCK, M] of each model."""
+    return lax.map(lambda one: task.targets.loss_value(task.predict(one, x, owner), y), models).T
