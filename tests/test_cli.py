@@ -14,12 +14,12 @@ from conftest import nightly, others_nightly, refusal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import OmegaConf
 
-from fedjax_cfl.cli import sweep
+from fedjax_cfl.cli import names, sweep
 from fedjax_cfl.cli.build import build
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
-from fedjax_cfl.cli.names import read_line
-from fedjax_cfl.cli.settings import resolve_settings
+from fedjax_cfl.cli.names import read_line, text_of
+from fedjax_cfl.cli.settings import check_line, resolve_settings
 
 # what is typed -> words of the one line that answers, from the composed configuration
 REFUSED = {
@@ -314,7 +314,7 @@ def answer(line: str) -> None:
     _, given = parse_flags(shlex.split(line))
     with open_hydra():
         asked = read_line(given.overrides, given.multirun, COMMANDS)
-    sweep.check_line(asked)
+    check_line(asked)
     if given.multirun:
         sweep.begin_sweep(asked)
     else:
@@ -415,13 +415,14 @@ def test_a_module_that_cannot_be_imported_is_refused(fedjax_cfl, tmp_path):
 def compositions(monkeypatch):
     """Returns a list of the overrides of every configuration that Hydra composes meanwhile."""
     composed, load = [], ConfigLoaderImpl.load_configuration
+    names.compose_options.cache_clear()
 
     def count(loader, config_name, overrides, **options):
         composed.append(overrides)
         return load(loader, config_name, overrides, **options)
 
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", count)
-    monkeypatch.setattr("fedjax_cfl.cli.main.run_config", lambda config: None)
+    monkeypatch.setattr("fedjax_cfl.cli.main.run_config", lambda config: 0)
     return composed
 
 
@@ -431,10 +432,28 @@ def test_hydra_composes_a_run_once(fedjax_cfl, compositions):
     assert len(compositions) == 1
 
 
+def test_a_node_of_a_function_can_be_added_with_its_arguments_in_any_order():
+    texts = ["+logger.mine.size=3", "+logger.mine._target_=my_tracker.Accuracies"]
+    with open_hydra():
+        for given in (texts, texts[::-1]):
+            mine = {"_target_": "my_tracker.Accuracies", "size": 3}
+            assert read_line(given, False, ()).configs[0]["logger"] == {"mine": mine}
+
+
+def test_values_of_a_sweep_are_checked_by_one_composition(compositions):
+    texts = ["algorithm=ifca", "local.lr=0.1,0.2,0.3", "algorithm.m=2,3", "seed=0,1"]
+    with open_hydra():
+        line = read_line(texts, True, ())
+    assert len(compositions) == 1
+    assert [config["local"]["lr"] for config in line.configs] == [0.1, 0.2, 0.3, 0.1, 0.1]
+    assert [config["algorithm"]["m"] for config in line.configs] == [2, 2, 2, 3, 2]
+
+
 def test_a_sweep_over_lists_of_layers_is_one_over_options():
     with open_hydra():
         line = read_line(["personal=[scaffold, 'ditto'],apfl", "seed=0,1"], True, ())
-        assert line.overrides == ["personal=scaffold+ditto,apfl", "seed=0,1"]
+        asked = [text_of(each) for each in line.asked]
+        assert asked == ["personal=scaffold+ditto,apfl", "seed=0,1"]
         assert [list(config["personal"]) for config in line.configs][::2] == [
             ["scaffold", "ditto"]
         ] * 2

@@ -91,7 +91,7 @@ def test_an_accelerator_rounds_matrix_products_only_by_choice(
     precision, asked, monkeypatch, request
 ):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # other tests have started JAX already
-    monkeypatch.setattr("fedjax_cfl.cli.build.check_execution", lambda *given: None)
+    monkeypatch.setattr("fedjax_cfl.cli.build.is_cpu", lambda mesh: False)
     request.addfinalizer(lambda: jax.config.update("jax_default_matmul_precision", "float32"))
     _, task, data, _ = assemble([f"precision={precision}"])
     program = jax.jit(task.predict).lower(task.init(jax.random.key(0)), data.x[:2]).as_text()

@@ -18,7 +18,8 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
 from fedjax_cfl.cli.names import read_line
-from fedjax_cfl.cli.sweep import check_folders, check_line
+from fedjax_cfl.cli.settings import check_line
+from fedjax_cfl.cli.sweep import check_folders
 from fedjax_cfl.system.clock import CohortSizes
 from fedjax_cfl.system.devices import fedscale_clock
 

@@ -18,10 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fedjax_cfl.cli.conf import CONF
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
-from fedjax_cfl.cli.names import list_known, read_line
-from fedjax_cfl.cli.sweep import check_line
+from fedjax_cfl.cli.names import compose, list_known, read_line
+from fedjax_cfl.cli.settings import check_line
 from fedjax_cfl.data.datasets import csv, files, leaf, parquet, readers
 from fedjax_cfl.errors import InputError
 
@@ -259,10 +258,8 @@ def test_npz_of_any_header(tmp_path, times):
 @pytest.fixture(scope="module")
 def names():
     """Returns the names of all settings and groups, and some that do not exist."""
-    import hydra
-
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
-        known = list_known([])
+    with open_hydra():
+        known = list_known(compose([])[0])
     return [
         *known,
         *(name.partition(".")[0] for name in known),

@@ -10,7 +10,7 @@ import pytest
 from conftest import call, last_arrays, lasting_rows, nightly
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.sweep import grid_axes
+from fedjax_cfl.cli.settings import grid_axes
 from fedjax_cfl.runs.checkpoint import list_steps
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.simulation.vectorize import NotMapped, stack_data

@@ -129,9 +129,13 @@ def test_what_a_refused_run_has_written_is_removed(own, fedjax_cfl, monkeypatch)
 
 
 def test_settings_that_hydra_cannot_use_are_refused_in_one_line(fedjax_cfl):
-    status, _, err = fedjax_cfl("hydra.verbose=[1]")
-    assert status == 2 and err.count("\n") == 1
-    assert err.startswith("fedjax-cfl: hydra.verbose=[1]: Hydra cannot use it: ")
+    for line, says in (
+        ("hydra.verbose=[1]", "settings of Hydra are for sweeps; use -m, or leave it out"),
+        ("-m hydra.verbose=[1] seed=0,1", "Hydra cannot use it: "),
+    ):
+        status, _, err = fedjax_cfl(line)
+        assert status == 2 and err.count("\n") == 1
+        assert err.startswith(f"fedjax-cfl: hydra.verbose=[1]: {says}")
 
 
 @pytest.mark.nightly

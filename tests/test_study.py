@@ -10,7 +10,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli import study as module
 from fedjax_cfl.cli.main import COMMANDS, open_hydra, parse_flags
 from fedjax_cfl.cli.names import read_line
-from fedjax_cfl.cli.sweep import check_line
+from fedjax_cfl.cli.settings import check_line
 from fedjax_cfl.cli.tune import split_method
 from fedjax_cfl.errors import InputError
 

@@ -1,4 +1,7 @@
-"""Builds the parts of a run from a configuration: data, task, drift, algorithm."""
+"""Builds what a run is made of from its settings: samples, who holds which, their scale, the task
+and the method, each by a function that needs no other. What of them a user may not expect is
+logged.
+"""
 
 import contextlib
 import functools
@@ -7,7 +10,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -75,7 +78,7 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     check_extras(config, drift)
     pool = load_pool(config)
     holdings = split_pool(config, pool)
-    data, scaling = make_data(config, pool, holdings)
+    data, scaling = scale_data(config, pool, holdings)
     if may_shrink:
         shrink_cohort(config, data.num_clients)
     check_sizes(config, data.num_clients, int(data.test.size.sum()))
@@ -87,24 +90,26 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     return Setup(algorithm, task, data, drift, mesh, scaling), local
 
 
-def open_devices(config: dict[str, Any]) -> Mesh:
-    """Connects the processes of a run, and returns the devices that it uses. Raises InputError for
-    settings that they do not have.
-    """
-    check_jax_settings()
-    distributed.connect(config["coordinator"], config["processes"], config["process"])
-    use_run_devices()
-    # by default accelerators round inputs to TF32 or bfloat16
-    jax.config.update("jax_default_matmul_precision", config["precision"])
-    mesh = make_mesh(config["devices"])
-    check_execution(config["local"]["executor"], config["precision"], mesh)
-    return mesh
+# the parts
 
 
 def load_pool(config: dict[str, Any]) -> Pool:
     """Returns all samples. Raises InputError where y are not what the task is about."""
-    pool = instantiate_target("dataset.source", choose_source(config))
-    check_task(config, pool)
+    source, asked = config["dataset"]["source"], choose_targets(config)
+    if config["task"] and source["_target_"] in NUMBER_SOURCES:  # of the user's own, and no classes
+        if source["num_classes"]:
+            raise InputError(
+                f"dataset.source.num_classes={source['num_classes']}: task={asked.name} has no"
+                " classes; use null, or task=classification"
+            )
+        source = source | {"num_classes": 0}
+    pool = instantiate_target("dataset.source", source)
+    if asked.name != (there := kind_of(pool)).name:
+        raise InputError(
+            f"task={asked.name}: needs {asked.needs}, and y of"
+            f" dataset={config['dataset']['name']} are {there.describe(pool)}; use"
+            f" task={there.name}, or a file of your own, dataset={', '.join(FILES)}"
+        )
     return pool
 
 
@@ -128,7 +133,7 @@ def split_pool(config: dict[str, Any], pool: Pool) -> Partition:
     return holdings
 
 
-def make_data(
+def scale_data(
     config: dict[str, Any], pool: Pool, holdings: Partition
 ) -> tuple[FederatedData, Scaling | None]:
     """Returns the data of the clients that take part, and the scale of their features; notes what
@@ -146,6 +151,19 @@ def make_data(
     return standardize(data, by)
 
 
+def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
+    """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
+    model, l2 = config["model"], config["preset"]["l2"]
+    module = instantiate_target("model.module", model["module"], num_classes=count_outputs(pool))
+    if size := getattr(module, "vocabulary", None):
+        check_ids(config, pool, size)
+    try:
+        weight = model.get("l2", 0.0) if l2 is None else l2
+        return as_task(module, shape, pool.num_classes, weight, choose_targets(config))
+    except InputError as error:
+        raise InputError(f"model={model['name']}: {error}") from None
+
+
 def build_method(
     config: dict[str, Any], task: Task, data: FederatedData, drift: Drift, mesh: Mesh
 ) -> tuple[Algorithm, Local]:
@@ -153,15 +171,86 @@ def build_method(
     where task, data, drift and the method do not go together.
     """
     local = build_local(config, task, data, mesh)
-    algorithm = build_algorithm(config, task, data, local)
+    make = functools.partial(build_algorithm, config, task, data, local)
+    algorithm, key = make(), jax.random.key(config["seed"])
     check_data(algorithm, task, drift, data)
     check_without_classes(algorithm, drift, data)
-    check_mixture(config, algorithm, data)
+    if epochs := config["evaluate"]["finetune"]:
+        state = jax.eval_shape(algorithm.init, key, data)
+        refuse_mixture(f"evaluate.finetune={epochs}", jax.eval_shape(algorithm.serve, state))
     if newcomers := name_newcomers(config):
-        make, key = with_selection(config, task, data, local), jax.random.key(config["seed"])
-        setting = f"evaluate.{newcomers}"
-        check_rule(make, data, key, config["clients_per_round"], setting)
+        check_rule(make, data, key, config["clients_per_round"], f"evaluate.{newcomers}")
     return algorithm, local
+
+
+# devices
+
+
+def open_devices(config: dict[str, Any]) -> Mesh:
+    """Connects the processes of a run, and returns the devices that it uses. Raises InputError for
+    settings that they do not have.
+    """
+    check_jax_settings()
+    distributed.connect(config["coordinator"], config["processes"], config["process"])
+    use_run_devices()
+    # by default accelerators round inputs to TF32 or bfloat16
+    jax.config.update("jax_default_matmul_precision", config["precision"])
+    mesh = make_mesh(config["devices"])
+    if config["local"]["executor"] == "debug":
+        raise InputError(
+            "local.executor=debug: runs in Python only (docs/tutorials/own_algorithm.md); use auto,"
+            " sequential or lanes"
+        )
+    if config["precision"] != "float32" and is_cpu(mesh):
+        raise InputError(
+            f"precision={config['precision']}: CPUs always use float32; use float32, or an"
+            " accelerator"
+        )
+    return mesh
+
+
+def use_run_devices() -> None:
+    """Makes every CPU core a device, unless JAX_PLATFORMS names another platform, or a caller from
+    Python has started JAX: then it keeps the devices that it has.
+    """
+    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
+        with contextlib.suppress(InputError):
+            use_cpu_cores()
+
+
+# data
+
+
+def choose_targets(config: dict[str, Any]) -> Targets:
+    """Returns the task of a run."""
+    return instantiate_target("task", config["task"]) or CLASSIFICATION
+
+
+def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
+    """Returns the pool, and which client holds which sample of it."""
+    pool = load_pool(config)
+    return pool, split_pool(config, pool)
+
+
+def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
+    """Returns the data of all clients, those to be held out included."""
+    held = instantiate_target("shared_samples", config["shared_samples"], pool, holdings)
+    concept = None
+    if config["concept"]:
+        concept = functools.partial(instantiate_target, "concept", config["concept"])
+    drift = instantiate_target("drift", config["drift"])
+    on_host = config["resident"] == "host"
+    if drift.federate and not on_host:
+        return drift.federate(pool, held, concept)
+    return federate(pool, held, concept, on_host=on_host)
+
+
+def asks_validation(config: dict[str, Any]) -> str | None:
+    """Returns the setting by which rounds are judged on validation samples, None: none is."""
+    choose, patience = (config["evaluate"][name] for name in ("choose", "patience"))
+    if choose != "last":
+        return f"evaluate.choose={choose}"
+    return f"evaluate.patience={patience}" if patience else None
 
 
 def name_newcomers(config: dict[str, Any]) -> str | None:
@@ -179,115 +268,6 @@ def hold_out(config: dict[str, Any], data: FederatedData) -> tuple[np.ndarray, n
     share, apart = (config["evaluate"][name] for name in NEWCOMERS)
     kept, *held = hold_out_clients(data, share, config["seed"], apart)
     return kept, held[name_newcomers(config) == "validation_clients"]
-
-
-def note(line: str | None) -> None:
-    """Logs a line about the data, if there is one, in process 0 alone, and once in a command."""
-    if line and distributed.is_primary() and is_new(line):
-        log.info(line)
-
-
-def check_mixture(config: dict[str, Any], algorithm: Algorithm, data: FederatedData) -> None:
-    """Raises InputError for fine-tuning by clients that mix all models."""
-    if epochs := config["evaluate"]["finetune"]:
-        state = jax.eval_shape(algorithm.init, jax.random.key(config["seed"]), data)
-        refuse_mixture(f"evaluate.finetune={epochs}", jax.eval_shape(algorithm.serve, state))
-
-
-def check_execution(executor: str, precision: str, mesh: Mesh) -> None:
-    """Raises InputError for an executor that no compiled run has, and for a precision of matrix
-    products that the devices do not have.
-    """
-    if executor == "debug":
-        raise InputError(
-            "local.executor=debug: runs in Python only (docs/tutorials/own_algorithm.md); use auto,"
-            " sequential or lanes"
-        )
-    if precision != "float32" and is_cpu(mesh):
-        raise InputError(
-            f"precision={precision}: CPUs always use float32; use float32, or an accelerator"
-        )
-
-
-def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
-    """Returns the pool, and which client holds which sample of it."""
-    pool = load_pool(config)
-    return pool, split_pool(config, pool)
-
-
-def asks_validation(config: dict[str, Any]) -> str | None:
-    """Returns the setting by which rounds are judged on validation samples, None: none is."""
-    choose, patience = (config["evaluate"][name] for name in ("choose", "patience"))
-    if choose != "last":
-        return f"evaluate.choose={choose}"
-    return f"evaluate.patience={patience}" if patience else None
-
-
-def choose_targets(config: dict[str, Any]) -> Targets:
-    """Returns the task of a run."""
-    return instantiate_target("task", config["task"]) if config["task"] else CLASSIFICATION
-
-
-def choose_source(config: dict[str, Any]) -> dict[str, Any]:
-    """Returns how samples are read: of numbers and labels, files of the user's own without
-    classes.
-    """
-    source = config["dataset"]["source"]
-    if not config["task"] or source["_target_"] not in NUMBER_SOURCES:
-        return source
-    if source["num_classes"]:
-        name = choose_targets(config).name
-        raise InputError(
-            f"dataset.source.num_classes={source['num_classes']}: task={name} has no classes; use"
-            " null, or task=classification"
-        )
-    return source | {"num_classes": 0}
-
-
-def check_task(config: dict[str, Any], pool: Pool) -> None:
-    """Raises InputError where y are not what the task is about."""
-    asked, there = choose_targets(config), kind_of(pool)
-    if asked.name != there.name:
-        raise InputError(
-            f"task={asked.name}: needs {asked.needs}, and y of"
-            f" dataset={config['dataset']['name']} are {there.describe(pool)}; use"
-            f" task={there.name}, or a file of your own, dataset={', '.join(FILES)}"
-        )
-
-
-def federate_samples(config: dict[str, Any], pool: Pool, holdings: Partition) -> FederatedData:
-    """Returns the data of all clients, those to be held out included."""
-    held = instantiate_target("shared_samples", config["shared_samples"], pool, holdings)
-    concept = None
-    if config["concept"]:
-        concept = functools.partial(instantiate_target, "concept", config["concept"])
-    drift = instantiate_target("drift", config["drift"])
-    on_host = config["resident"] == "host"
-    if drift.federate and not on_host:
-        return drift.federate(pool, held, concept)
-    return federate(pool, held, concept, on_host=on_host)
-
-
-def shrink_cohort(config: dict[str, Any], num_clients: int) -> None:
-    """Lets all clients take part where they are fewer than the cohort that is the data set's
-    default, and notes it; another value of `clients_per_round` is left as it is.
-    """
-    default = config["dataset"]["clients_per_round"]
-    if config["clients_per_round"] == default and num_clients < default:
-        replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
-        note(
-            f"clients_per_round={num_clients}: all clients of the data, fewer than the {default}"
-            " that it is by default"
-        )
-
-
-def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> None:
-    """Replaces the value `old` of settings of these names, wherever in the configuration."""
-    for name, value in node.items():
-        if isinstance(value, dict):
-            replace_setting(value, names, old, new)
-        elif name in names and value == old:
-            node[name] = new
 
 
 def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> str | None:
@@ -312,6 +292,205 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
     if pool.time is not None and not str(config["drift"]["_target_"]).endswith(".by_time"):
         lines.append("time of the file is not used (drift=by_time uses it)")
     return "\n".join(lines) or None
+
+
+def note(line: str | None) -> None:
+    """Logs a line about the data, if there is one, in process 0 alone, and once in a command."""
+    if line and distributed.is_primary() and is_new(line):
+        log.info(line)
+
+
+def shrink_cohort(config: dict[str, Any], num_clients: int) -> None:
+    """Lets all clients take part where they are fewer than the cohort that is the data set's
+    default, and notes it; another value of `clients_per_round` is left as it is.
+    """
+    default = config["dataset"]["clients_per_round"]
+    if config["clients_per_round"] == default and num_clients < default:
+        replace_setting(config, ("clients_per_round", "participants"), default, num_clients)
+        note(
+            f"clients_per_round={num_clients}: all clients of the data, fewer than the {default}"
+            " that it is by default"
+        )
+
+
+def replace_setting(node: Any, names: tuple[str, ...], old: Any, new: Any) -> None:
+    """Replaces the value `old` of settings of these names, wherever in the configuration."""
+    for name, value in node.items():
+        if isinstance(value, dict):
+            replace_setting(value, names, old, new)
+        elif name in names and value == old:
+            node[name] = new
+
+
+# the method
+
+
+def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:
+    """Returns how clients train."""
+    local = dict(config["local"])
+    asked, who = local.pop("width"), {name: local.pop(name) for name in ("executor", "first_layer")}
+    asked = None if asked == "auto" else asked
+    # more than any client can have is a full batch, and memory is taken for B samples
+    local["batch_size"] = min(local["batch_size"], data.max_client_samples)
+    found = Local(
+        **local,
+        schedule=instantiate_target("schedule", config["schedule"]),
+        personal=build_layers(config["personal"]),
+        execution=make_execution(mesh, asked, **who),
+    )
+    lanes = width.choose_width(found, task, data, config["clients_per_round"], asked)
+    return found.replace(execution=make_execution(mesh, lanes, **who))
+
+
+def build_layers(node: dict[str, Any]) -> list[Method]:
+    """Returns the layers of a configuration: none, one, or several by name."""
+    if not node or "_target_" in node:
+        return [instantiate_target("personal", node)] if node else []
+    return [instantiate_target(f"personal.{name}", layer) for name, layer in node.items()]
+
+
+def build_algorithm(
+    config: dict[str, Any],
+    task: Task,
+    data: FederatedData,
+    local: Local,
+    select: Selection | None = None,
+    values: Mapping[str, Any] = NOTHING,
+    runs_as_one: bool = False,
+) -> Algorithm:
+    """Returns the algorithm of a configuration.
+
+    Args: `config` are all settings, resolved; `data` are those of the run, whose sizes count;
+    `local` is how its clients train; `select` replaces the selection, None: that of the settings;
+    `values` replace those of settings by dotted name, and may be traced; `runs_as_one` is as in
+    `Execution`.
+    """
+    execution = local.execution._replace(runs_as_one=runs_as_one)
+    local = local.replace(lr=values.get("local.lr", local.lr), execution=execution)
+    node = {name: value for name, value in config["algorithm"].items() if name != "name"}
+    draw = node.pop("select")
+    # a table of all rounds; not in the settings, so that a run can be continued with more of them
+    table = {"num_clients": data.num_clients, "rounds": config["rounds"]}
+    given = table if "_partial_" in draw else {}
+    function = resolve_target("algorithm.select", str(draw.get("_target_")))
+    if {"task", "local"} <= set(inspect.signature(function).parameters):
+        given = {"task": task, "local": local}  # it tries models on clients' data
+    chosen = select or instantiate_target("algorithm.select", draw, **given)
+    sizes = CohortSizes(
+        data.num_clients, config["local"]["batch_size"], config["clients_per_round"]
+    )
+    clock = instantiate_target("clock", config["clock"], sizes)
+    system = System(chosen, Faults(**config["faults"]), clock)
+    if layer := values_of("personal", values):
+        personal = instantiate_target("personal", config["personal"], **layer)
+        local = local.replace(personal=personal)
+    own = values_of("algorithm", values)
+    return instantiate_target("algorithm", node, task, local, system, **own)
+
+
+def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the settings of one node, without its name."""
+    return {
+        name.removeprefix(f"{node}."): value
+        for name, value in values.items()
+        if name.startswith(f"{node}.")
+    }
+
+
+# programs
+
+
+def find_inputs(
+    config: dict[str, Any], setup: Setup, local: Local, store: Store | None = None
+) -> Inputs:
+    """Returns what a run's programs are given: the numbers of the settings that may be
+    traced, by their annotations. 0 and null often leave a part out, and are compiled in.
+
+    Args: `config` are all settings, resolved; `local` is how the clients of the `setup` train;
+    `store` has the programs of other runs, None: of none.
+    """
+    given = dict(flatten_settings(config))
+    values = {
+        name: float(given[name])
+        for name, kinds in collect_settings(config).items()
+        if any(kind.words == ARRAY for kind in kinds) and INPUT.fullmatch(name) and given.get(name)
+    }
+    if not given.get("algorithm.max_m"):
+        values.pop("algorithm.m", None)  # groups are as many as rows of arrays
+
+    def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
+        own = values_of("drift", values)
+        drift = instantiate_target("drift", config["drift"], **own)
+        made_of = config, setup.task, setup.data, local
+        return build_algorithm(*made_of, values=values), drift
+
+    return Inputs(values, build_with, describe_recipe(given, values, setup, local), store)
+
+
+def describe_recipe(
+    settings: Mapping[str, Any], values: Mapping[str, Any], setup: Setup, local: Local
+) -> str:
+    """Returns what the programs of a run are made of, besides their inputs, shapes and plan.
+
+    Args: `settings` are all, by dotted name; `values` are the inputs; `local` is how the clients
+    of the `setup` train.
+    """
+    made_of = {
+        name: value
+        for name, value in settings.items()
+        if name not in values and not name.startswith(NOT_COMPILED)
+    }
+    # sizes that are chosen by the data
+    loops = list_loops(setup.task, local, setup.data.max_client_samples)
+    sizes = local.batch_size, local.execution.width, loops
+    return json.dumps([made_of, sorted(values), sizes], default=str)
+
+
+# what a session reads
+
+
+def build_settings(
+    config: dict[str, Any], choices: dict[str, str], width: int, data_digest: str
+) -> RunSettings:
+    """Returns what the session of a run reads of its settings.
+
+    `choices` are the options chosen in the groups of the configuration; `width` is that of
+    `Execution`; `data_digest` is that of its data, see `digest_data`.
+    """
+    return RunSettings(
+        **{name: config[name] for name in ("seed", "clients_per_round", "assignments", "resume")},
+        **{name: config["evaluate"][name] for name in ("choose", "patience")},
+        plan=Plan(**{name: config[name] for name in Plan._fields}),
+        width=width,
+        faults=Faults(**config["faults"]),
+        checkpoint=CheckpointSettings(**config["checkpoint"]),
+        data_digest=data_digest,
+        names={part: config[part]["name"] for part in ("algorithm", "dataset")},
+        choices=choices,
+        everything=config,
+    )
+
+
+def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
+    """Returns the trackers that `logger` names, and the user's own callbacks of a run, in order."""
+    trackers, callbacks = config.get("logger") or {}, enumerate(config["callbacks"])
+    return (
+        {name: build_callback(f"logger.{name}", node) for name, node in trackers.items()},
+        [build_callback(f"callbacks[{number}]", node) for number, node in callbacks],
+    )
+
+
+def build_callback(field: str, node: Any) -> Callback:
+    """Returns the callback that a node of the settings names by its `_target_`."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
+    callback = instantiate_target(field, node)
+    if not isinstance(callback, Callback):
+        raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
+    return callback
+
+
+# checks
 
 
 def check_extras(config: dict[str, Any], drift: Drift) -> None:
@@ -362,19 +541,6 @@ def check_sizes(config: dict, num_clients: int, test_samples: int) -> None:
             )
 
 
-def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
-    """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
-    model, l2 = config["model"], config["preset"]["l2"]
-    module = instantiate_target("model.module", model["module"], num_classes=count_outputs(pool))
-    if size := getattr(module, "vocabulary", None):
-        check_ids(config, pool, size)
-    try:
-        weight = model.get("l2", 0.0) if l2 is None else l2
-        return as_task(module, shape, pool.num_classes, weight, choose_targets(config))
-    except InputError as error:
-        raise InputError(f"model={model['name']}: {error}") from None
-
-
 def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
     """Raises InputError for samples that are not whole numbers from 0 to `size` - 1, which a model
     of text reads.
@@ -395,186 +561,18 @@ def check_ids(config: dict[str, Any], pool: Pool, size: int) -> None:
         )
 
 
-def use_run_devices() -> None:
-    """Makes every CPU core a device, unless JAX_PLATFORMS names another platform, or a caller from
-    Python has started JAX: then it keeps the devices that it has.
-    """
-    if os.environ.get("JAX_PLATFORMS", "cpu").startswith("cpu"):
-        with contextlib.suppress(InputError):
-            use_cpu_cores()
+# functions that settings name
 
 
-def build_algorithm(
-    config: dict[str, Any],
-    task: Task,
-    data: FederatedData,
-    local: Local,
-    values: Mapping[str, Any] = NOTHING,
-    select: Selection | None = None,
-    runs_as_one: bool = False,
-) -> Algorithm:
-    """Returns the algorithm of a configuration.
-
-    Args: `config` are all settings, resolved; `data` are those of the run, whose sizes count;
-    `local` is how its clients train; `values` replace those of settings by dotted name, and may be
-    traced; `select` replaces the selection, None: that of the settings; `runs_as_one` is as
-    in `Execution`.
-    """
-    execution = local.execution._replace(runs_as_one=runs_as_one)
-    local = local.replace(lr=values.get("local.lr", local.lr), execution=execution)
-    node = {name: value for name, value in config["algorithm"].items() if name != "name"}
-    draw = node.pop("select")
-    # a table of all rounds; not in the settings, so that a run can be continued with more of them
-    table = {"num_clients": data.num_clients, "rounds": config["rounds"]}
-    given = table if "_partial_" in draw else {}
-    function = resolve_target("algorithm.select", str(draw.get("_target_")))
-    if {"task", "local"} <= set(inspect.signature(function).parameters):
-        given = {"task": task, "local": local}  # it tries models on clients' data
-    chosen = select or instantiate_target("algorithm.select", draw, **given)
-    sizes = CohortSizes(
-        data.num_clients, config["local"]["batch_size"], config["clients_per_round"]
-    )
-    clock = instantiate_target("clock", config["clock"], sizes) if config["clock"] else None
-    system = System(chosen, Faults(**config["faults"]), clock)
-    if layer := values_of("personal", values):
-        personal = instantiate_target("personal", config["personal"], **layer)
-        local = local.replace(personal=personal)
-    own = values_of("algorithm", values)
-    return instantiate_target("algorithm", node, task, local, system, **own)
-
-
-def with_selection(
-    config: dict[str, Any], task: Task, data: FederatedData, local: Local
-) -> Callable[[Selection], Algorithm]:
-    """Returns what builds the algorithm of a configuration with another selection."""
-    return lambda select: build_algorithm(config, task, data, local, select=select)
-
-
-def find_inputs(
-    config: dict[str, Any], setup: Setup, local: Local, store: Store | None = None
-) -> Inputs:
-    """Returns what a run's programs are given: the numbers of the settings that may be
-    traced, by their annotations. 0 and null often leave a part out, and are compiled in.
-
-    Args: `config` are all settings, resolved; `local` is how the clients of the `setup` train;
-    `store` has the programs of other runs, None: of none.
-    """
-    given = dict(flatten_settings(config))
-    values = {
-        name: float(given[name])
-        for name, kinds in collect_settings(config).items()
-        if any(kind.words == ARRAY for kind in kinds) and INPUT.fullmatch(name) and given.get(name)
-    }
-    if not given.get("algorithm.max_m"):
-        values.pop("algorithm.m", None)  # groups are as many as rows of arrays
-
-    def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
-        own = values_of("drift", values)
-        drift = instantiate_target("drift", config["drift"], **own)
-        return build_algorithm(config, setup.task, setup.data, local, values), drift
-
-    return Inputs(values, build_with, describe_recipe(given, values, setup, local), store)
-
-
-def describe_recipe(
-    settings: Mapping[str, Any], values: Mapping[str, Any], setup: Setup, local: Local
-) -> str:
-    """Returns what the programs of a run are made of, besides their inputs, shapes and plan.
-
-    Args: `settings` are all, by dotted name; `values` are the inputs; `local` is how the clients
-    of the `setup` train.
-    """
-    made_of = {
-        name: value
-        for name, value in settings.items()
-        if name not in values and not name.startswith(NOT_COMPILED)
-    }
-    # sizes that are chosen by the data
-    loops = list_loops(setup.task, local, setup.data.max_client_samples)
-    sizes = local.batch_size, local.execution.width, loops
-    return json.dumps([made_of, sorted(values), sizes], default=str)
-
-
-def values_of(node: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of the settings of one node, without its name."""
-    return {
-        name.removeprefix(f"{node}."): value
-        for name, value in values.items()
-        if name.startswith(f"{node}.")
-    }
-
-
-def build_settings(
-    config: dict[str, Any], choices: dict[str, str], width: int, data_digest: str
-) -> RunSettings:
-    """Returns what the session of a run reads of its settings.
-
-    `choices` are the options chosen in the groups of the configuration; `width` is that of
-    `Execution`; `data_digest` is that of its data, see `digest_data`.
-    """
-    return RunSettings(
-        **{name: config[name] for name in ("seed", "clients_per_round", "assignments", "resume")},
-        **{name: config["evaluate"][name] for name in ("choose", "patience")},
-        plan=Plan(**{name: config[name] for name in Plan._fields}),
-        width=width,
-        faults=Faults(**config["faults"]),
-        checkpoint=CheckpointSettings(**config["checkpoint"]),
-        data_digest=data_digest,
-        names={part: config[part]["name"] for part in ("algorithm", "dataset")},
-        choices=choices,
-        everything=config,
-    )
-
-
-def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
-    """Returns the trackers that `logger` names, and the user's own callbacks of a run, in order."""
-    trackers, callbacks = config.get("logger") or {}, enumerate(config["callbacks"])
-    return (
-        {name: build_callback(f"logger.{name}", node) for name, node in trackers.items()},
-        [build_callback(f"callbacks[{number}]", node) for number, node in callbacks],
-    )
-
-
-def build_callback(field: str, node: Any) -> Callback:
-    """Returns the callback that a node of the settings names by its `_target_`."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
-    callback = instantiate_target(field, node)
-    if not isinstance(callback, Callback):
-        raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
-    return callback
-
-
-def build_local(config: dict[str, Any], task: Task, data: FederatedData, mesh: Mesh) -> Local:
-    """Returns how clients train."""
-    local = dict(config["local"])
-    asked, who = local.pop("width"), {name: local.pop(name) for name in ("executor", "first_layer")}
-    asked = None if asked == "auto" else asked
-    # more than any client can have is a full batch, and memory is taken for B samples
-    local["batch_size"] = min(local["batch_size"], data.max_client_samples)
-    schedule = instantiate_target("schedule", config["schedule"]) if config["schedule"] else None
-    found = Local(
-        **local,
-        schedule=schedule,
-        personal=build_layers(config["personal"]),
-        execution=make_execution(mesh, asked, **who),
-    )
-    lanes = width.choose_width(found, task, data, config["clients_per_round"], asked)
-    return found.replace(execution=make_execution(mesh, lanes, **who))
-
-
-def build_layers(node: dict[str, Any]) -> list[Method]:
-    """Returns the layers of a configuration: none, one, or several by name."""
-    if not node or "_target_" in node:
-        return [instantiate_target("personal", node)] if node else []
-    return [instantiate_target(f"personal.{name}", layer) for name, layer in node.items()]
-
-
-def instantiate_target(field: str, node: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+def instantiate_target(
+    field: str, node: dict[str, Any] | None, *arguments: Any, **options: Any
+) -> Any:
     """Calls the function that a node's `_target_` names, with the node's other values; what
-    the function raises is passed on. Raises InputError for a name that cannot be imported and
-    for arguments that the function does not take.
+    the function raises is passed on. Returns None where there is no node. Raises InputError for a
+    name that cannot be imported and for arguments that the function does not take.
     """
+    if not node:
+        return None
     target = str(node.get("_target_"))
     list(find_targets(node, field))  # it can be imported, and so can functions that are values
     function = instantiate(node, _partial_=True, _convert_="all")

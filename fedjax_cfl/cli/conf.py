@@ -1,5 +1,7 @@
-"""Where the configuration files are, and what of them are settings of a run."""
+"""Where the configuration files are, how Hydra reads them, and what in them is of a run."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,16 @@ from omegaconf import DictConfig, OmegaConf
 PACKAGE = "fedjax_cfl."
 HERE = Path(__file__).resolve().parents[1]
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
+
+
+@contextlib.contextmanager
+def open_hydra() -> Iterator[Any]:
+    """Lets Hydra read conf/ meanwhile, for whatever is composed, shown or run."""
+    import hydra  # only now: what shows help needs none of it
+    from hydra.core.global_hydra import GlobalHydra
+
+    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
+        yield GlobalHydra.instance().hydra
 
 
 def resolve_config(config: DictConfig) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""Builds what a run measures once, at its end: `evaluate.finetune` and `evaluate.new_clients`."""
+"""What a run measures once, at its end: `evaluate.finetune` and `evaluate.new_clients`."""
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import jax
 import numpy as np
 
 from fedjax_cfl.cli.build import (
+    build_algorithm,
     build_local,
     deal_samples,
     federate_samples,
     hold_out,
     name_newcomers,
-    with_selection,
 )
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
@@ -32,38 +32,30 @@ from fedjax_cfl.tasks.sums import average
 from fedjax_cfl.types import FederatedData, ServedModels, Task
 
 
-def build_extras(config: dict[str, Any], setup: Setup, local: Local) -> Callable[[Result], Extras]:
-    """Returns what measures the extras that the settings of a run ask for; `local` is how its
-    clients train.
+def measure_extras(config: dict[str, Any], setup: Setup, local: Local, result: Result) -> Extras:
+    """Measures the extras that the settings `config` of a run ask for; `local` is how the clients
+    of its `setup` train, `result` what it left.
     """
-    epochs = config["evaluate"]["finetune"]
-    algorithm, task = setup.algorithm, setup.task
-    at_once = config["clients_per_round"]
+    found, task, name = Extras({}, {}, {}), setup.task, setup.task.targets.score.name
+    state, epochs = result.state, config["evaluate"]["finetune"]
 
-    name = task.targets.score.name
-
-    def finetune(served: ServedModels, data: Any, result: Result) -> ClientTable:
-        key = next_key(config["seed"], result.state)
-        scale = local.lr_scale(result.state.round)  # as in the round that would come next
+    def finetune(served: ServedModels, data: Any) -> ClientTable:
+        key, at_once = next_key(config["seed"], state), config["clients_per_round"]
+        scale = local.lr_scale(state.round)  # as in the round that would come next
         return finetune_clients(task, local, epochs, served, data, key, at_once, scale)
 
-    def measure(result: Result) -> Extras:
-        found = Extras({}, {}, {})
+    if epochs:
+        tuned = finetune(setup.algorithm.serve(state), result.data)
+        found.columns[f"finetuned_{name}"] = getattr(tuned, name)
+        found.numbers[f"finetuned_{name}"] = mean_score(task, tuned)
+    if name_newcomers(config):
+        new, population = add_newcomers(found, config, setup, result)
         if epochs:
-            tuned = finetune(algorithm.serve(result.state), result.data, result)
-            found.columns[f"finetuned_{name}"] = getattr(tuned, name)
-            found.numbers[f"finetuned_{name}"] = mean_score(task, tuned)
-        if name_newcomers(config):
-            new, population = add_newcomers(found, config, setup, result)
-            if epochs:
-                tuned = finetune(new.served, population, result)
-                tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
-                columns = found.tables[NEW_CLIENTS_FILE]
-                columns[f"finetuned_{name}"] = getattr(tuned, name)
-                found.numbers[f"new_clients_finetuned_{name}"] = mean_score(task, tuned)
-        return found
-
-    return measure
+            tuned = finetune(new.served, population)
+            tuned = jax.tree.map(lambda leaf: leaf[-len(new.groups) :], tuned)
+            found.tables[NEW_CLIENTS_FILE][f"finetuned_{name}"] = getattr(tuned, name)
+            found.numbers[f"new_clients_finetuned_{name}"] = mean_score(task, tuned)
+    return found
 
 
 def add_newcomers(
@@ -80,7 +72,8 @@ def add_newcomers(
     population = take_clients(everybody, np.concatenate([kept, held]))
     population, _ = standardize(population, config["dataset"]["standardize"], kept.size)
     task, mesh = setup.task, setup.mesh
-    make = with_selection(config, task, population, build_local(config, task, population, mesh))
+    local = build_local(config, task, population, mesh)
+    make = functools.partial(build_algorithm, config, task, population, local)
     key = jax.random.key(config["seed"])
     new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
     names, score = everybody.client_names, task.targets.score.name

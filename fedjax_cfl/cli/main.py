@@ -6,7 +6,6 @@ What a run needs is imported only for a run: `--help` and `--version` answer wit
 import argparse
 import contextlib
 import importlib
-import io
 import os
 import shlex
 import sys
@@ -15,7 +14,9 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-from fedjax_cfl.cli.conf import CONF, HERE
+import yaml
+
+from fedjax_cfl.cli.conf import CONF, HERE, open_hydra
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
 from fedjax_cfl.errors import InputError, RunError, as_command
 from fedjax_cfl.runs.labels import find_version
@@ -32,8 +33,6 @@ COMMANDS = {
     "study": "fedjax_cfl.cli.study",
     "tune": "fedjax_cfl.cli.tune",
 }
-SAFE, PATH = "PYTHONSAFEPATH", "PYTHONPATH"
-INFO_FLAGS = ("help", "hydra_help", "shell_completion", "info")  # which show something
 
 
 def enter() -> None:
@@ -60,20 +59,17 @@ def main() -> int:
     except InputError as error:
         status = print_error(error)
     except RunError as error:
-        print_error(error)
-        status = 1
+        status = print_error(error, 1)
     except OSError as error:  # of a name, a folder or a disk that nothing looks at before
         if error.strerror is None:
             raise
-        print_error(f"{error.filename or 'the current folder'}: {error.strerror}")
-        status = 1
+        status = print_error(f"{error.filename or 'the current folder'}: {error.strerror}", 1)
     except (ValueError, RuntimeError) as error:  # of JAX, which reads variables of its own
-        reason = " ".join(str(error).split())
         read = [name for name in os.environ if name.startswith("JAX_")]
-        wrong = next((name for name in read if name.lower() in reason.lower()), None)
+        wrong = next((name for name in read if name.lower() in str(error).lower()), None)
         if wrong is None:
             raise
-        used = f"{wrong}={os.environ[wrong]}: JAX cannot use it: {reason}; correct or unset it"
+        used = f"{wrong}={os.environ[wrong]}: JAX cannot use it: {error}; correct or unset it"
         status = print_error(used)
     except KeyboardInterrupt:
         print("fedjax-cfl: interrupted", file=sys.stderr)
@@ -91,109 +87,56 @@ def guard_children() -> Iterator[None]:
     path: a file joblib.py or pickle.py there would be executed. In the environment it holds for
     their own processes as well. A checkout that is not installed has to be named then.
     """
-    before = {name: os.environ.get(name) for name in (SAFE, PATH)}
-    os.environ[SAFE] = "1"
+    before = dict(os.environ)
+    os.environ["PYTHONSAFEPATH"] = "1"
     if find_version("fedjax-cfl") is None:
-        named = (before[PATH] or "").split(os.pathsep)
-        os.environ[PATH] = os.pathsep.join(dict.fromkeys([*filter(None, named), str(HERE.parent)]))
+        named = before.get("PYTHONPATH", "").split(os.pathsep)
+        paths = dict.fromkeys([*filter(None, named), str(HERE.parent)])
+        os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
+        for name in ("PYTHONSAFEPATH", "PYTHONPATH"):
+            if name in before:
+                os.environ[name] = before[name]
             else:
-                os.environ[name] = value
+                os.environ.pop(name, None)
 
 
 def run_arguments(arguments: list[str]) -> int:
     """Runs a verb, shows something, or checks and runs what is asked for; returns the exit
     status.
     """
-    if arguments and arguments[0] in COMMANDS:
-        return run_command(*arguments)
+    if arguments and arguments[0] in COMMANDS:  # plotting alone takes a second to import
+        return importlib.import_module(COMMANDS[arguments[0]]).main(arguments[1:]) or 0
     if arguments == ["--version"]:
         print(f"fedjax-cfl {find_version('fedjax-cfl') or '(source tree, not installed)'}")
         return 0
     parser, given = parse_flags(arguments)
-    with open_hydra() as app:
-        if any(getattr(given, flag) for flag in INFO_FLAGS):
-            with wrap_help() if given.help else contextlib.nullcontext():
-                show(app, parser, given)
-            return 0
-        from fedjax_cfl.cli.names import read_line
-
-        line = read_line(given.overrides, given.multirun, COMMANDS)  # before JAX is imported
-        from fedjax_cfl.cli import sweep
-
-        sweep.check_line(line)
-        if given.multirun:
-            return run_sweep(app, given, line)
-        if not given.cfg:
-            sweep.check_folders(line.configs[0])
-        return run_line(app, given, line) or 0
-
-
-def run_sweep(app: Any, given: argparse.Namespace, line: Any) -> int:
-    """Runs a sweep, batch by batch of Hydra's; returns its exit status."""
-    from fedjax_cfl.cli import launch, sweep
-
-    sweep.suggest_room(line)
-    folder, overrides = sweep.begin_sweep(line)
-    batches = run_line(app, given, line._replace(overrides=overrides))
-    curves = line.configs[0]["curves"]
-    status = launch.end_runs([job.return_value for jobs in batches for job in jobs], folder, curves)
-    if not curves and folder.exists():
-        print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(folder))}")
-    return status
-
-
-@contextlib.contextmanager
-def open_hydra() -> Iterator[Any]:
-    """Lets Hydra read conf/ meanwhile, for whatever is composed, shown or run."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-
-    with hydra.initialize_config_dir(str(CONF), job_name="main", version_base="1.3"):
-        yield GlobalHydra.instance().hydra
-
-
-def show(app: Any, parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
-    """Shows help, completions of a shell, or what Hydra knows about itself."""
     if given.help:
-        app.app_help("config", parser, given)
-    elif given.hydra_help:
-        app.hydra_help("config", parser, given)
-    elif given.shell_completion:
-        app.shell_completion("config", given.overrides)
-    else:
-        app.show_info(given.info, "config", given.overrides)
-
-
-def run_line(app: Any, given: argparse.Namespace, line: Any) -> Any:
-    """Runs what has been checked, or shows its settings; returns the exit status, of a sweep what
-    Hydra returns of its runs. Raises InputError where Hydra cannot use what the command line says
-    of Hydra's own settings.
-    """
-    own = [text for text in given.overrides if text.lstrip("+~").startswith("hydra")]
-    try:
-        if given.cfg:
-            app.show_cfg("config", line.overrides, given.cfg, given.package, given.resolve)
-        elif given.multirun:
-            return app.multirun("config", run_config, line.overrides)
-        elif own:
-            return app.run("config", run_config, line.overrides).return_value
+        print_help()
+        return 0
+    with open_hydra() as app:
+        if given.hydra_help:
+            app.hydra_help("config", parser, given)
+        elif given.shell_completion:
+            app.shell_completion("config", given.overrides)
+        elif given.info:
+            app.show_info(given.info, "config", given.overrides)
         else:
-            from hydra.core.hydra_config import HydraConfig
+            return run_settings(app, given)
+    return 0
 
-            HydraConfig.instance().set_config(line.composed)
-            return run_config(line.composed)
-    except Exception as error:
-        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-        if not own or run_config.__code__ in frames:
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise InputError(f"{' '.join(own)}: Hydra cannot use it: {reason}") from None
+
+def print_help() -> None:
+    """Prints what the command line takes, with the options of every group."""
+    from fedjax_cfl.cli.names import list_groups
+
+    text = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]
+    print(f"{text['header']}\n\nChoices, as in algorithm=ifca:")
+    for group, options in list_groups().items():
+        print(textwrap.fill(f"{group}: {', '.join(options)}", 80, subsequent_indent="  "))
+    print(f"\n{text['footer']}")
 
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
@@ -230,29 +173,63 @@ def _refuse_flag(message: str):
     )
 
 
+def run_settings(app: Any, given: argparse.Namespace) -> int:
+    """Checks settings, and runs or shows what they describe; returns the exit status."""
+    from fedjax_cfl.cli.names import read_line, text_of
+
+    line = read_line(given.overrides, given.multirun, COMMANDS)  # before JAX is imported
+    from fedjax_cfl.cli.settings import check_line
+
+    check_line(line)  # before files and plots can be written
+    if given.multirun:
+        return run_sweep(app, line)
+    if given.cfg:
+        overrides = list(map(text_of, line.asked))
+        app.show_cfg("config", overrides, given.cfg, given.package, given.resolve)
+        return 0
+    for override in line.asked:
+        if override.key_or_group.startswith("hydra"):
+            raise InputError(
+                f"{text_of(override)}: settings of Hydra are for sweeps; use -m, or leave it out"
+            )
+    from hydra.core.hydra_config import HydraConfig
+
+    from fedjax_cfl.cli.sweep import check_folders
+
+    check_folders(line.configs[0])
+    HydraConfig.instance().set_config(line.composed)
+    return run_config(line.composed)
+
+
+def run_sweep(app: Any, line: Any) -> int:
+    """Runs a sweep, batch by batch of Hydra's; returns its exit status. Raises InputError where
+    Hydra cannot use what the command line says of Hydra's own settings.
+    """
+    from fedjax_cfl.cli import launch, sweep
+    from fedjax_cfl.cli.names import text_of
+
+    sweep.suggest_room(line)
+    folder, overrides = sweep.begin_sweep(line)
+    try:
+        batches = app.multirun("config", run_config, overrides)
+    except Exception as error:
+        own = [text_of(each) for each in line.asked if each.key_or_group.startswith("hydra")]
+        frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not own or run_config.__code__ in frames:
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise InputError(f"{' '.join(own)}: Hydra cannot use it: {reason}") from None
+    curves = line.configs[0]["curves"]
+    status = launch.end_runs([job.return_value for jobs in batches for job in jobs], folder, curves)
+    if not curves and folder.exists():
+        print(f"all runs in one table: fedjax-cfl compare {shlex.quote(str(folder))}")
+    return status
+
+
 def run_config(config: Any) -> int:
-    """Runs one configuration; returns its exit status. Hydra calls it once, or once per run of a
-    sweep, then maybe in another process.
+    """Runs one configuration; returns its exit status. Hydra calls it once per run of a sweep, then
+    maybe in another process.
     """
     from fedjax_cfl.cli import launch
 
     return launch.run(config)
-
-
-def run_command(name: str, *arguments: str) -> int:
-    """Runs a verb, a module that is imported only here: plotting alone takes a second to import."""
-    return importlib.import_module(COMMANDS[name]).main(list(arguments)) or 0
-
-
-@contextlib.contextmanager
-def wrap_help() -> Iterator[None]:
-    """Folds what is printed meanwhile: Hydra gives each group of choices one line,
-    however many there are.
-    """
-    held = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(held):
-            yield
-    finally:  # Hydra exits by itself
-        for line in held.getvalue().splitlines():
-            print(textwrap.fill(line, 80, subsequent_indent="  ") if len(line) > 82 else line)

@@ -1,19 +1,23 @@
 """The names of a command line: settings, options and verbs that exist.
 
-Imports neither JAX nor what needs it, so that a misspelt name is answered at once.
+Hydra composes the options that are chosen; settings are then set one by one, by Hydra's own
+function, so that a name that does not exist is compared with those that do. Imports neither JAX nor
+what needs it, so that a misspelt name is answered at once.
 """
 
+import copy
 import functools
 import itertools
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import hydra
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -22,7 +26,6 @@ from fedjax_cfl.cli.conf import CONF, PACKAGE, resolve_config
 from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
 from fedjax_cfl.formatting import flatten_settings
 
-SEVERAL = ("logger",)  # groups of which several options may be chosen, as logger=[a,b]
 # readers of former versions, and what to do instead
 REMOVED = {
     name: "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
@@ -36,9 +39,7 @@ class Line(NamedTuple):
     """The settings of a command line, all of whose names exist."""
 
     asked: list[Override]
-    # of each its values, as KEY=VALUE; what is trained as one program is one value to Hydra
-    choices: list[list[str]]
-    overrides: list[str]  # the same, as Hydra wants them
+    choices: list[list[str]]  # of each its values, as KEY=VALUE
     composed: DictConfig  # by the first value of each, with the node `hydra`
     # the same, resolved, and with each other value of a setting in turn
     configs: list[dict[str, Any]]
@@ -48,34 +49,17 @@ def read_line(texts: Iterable[str], multirun: bool, verbs: Iterable[str]) -> Lin
     """Reads the settings of a command line; `multirun`: each may have several values. Raises
     InputError for a setting, option or verb that does not exist.
     """
-    asked = [parse_override(text, verbs) for text in expand_overrides(texts)]
-    lists = [each.value() for each in asked if each.key_or_group == "vectorize"]
-    together = [
-        str(name).partition("=")[0] for names in lists if isinstance(names, list) for name in names
-    ]
-    for name in set(together) & set(list_groups()):
-        raise InputError(f"vectorize=[{name}]: names options, which are swept by -m {name}=A,B")
-    choices = [list_values(each, multirun or each.key_or_group in together) for each in asked]
-    values = {
-        each.key_or_group: "=" + ",".join(text.partition("=")[2] for text in options)
-        for each, options in zip(asked, choices, strict=True)
-    }
-    named = ",".join(f"'{name}{values.get(name, '')}'" for name in together)
-    choices = [
-        [f"vectorize=[{named}]"] if together and each.key_or_group == "vectorize" else options
-        for each, options in zip(asked, choices, strict=True)
-    ]
+    asked = spell_grid([parse_override(text, verbs) for text in expand_overrides(texts)])
+    choices = [list_values(each, multirun) for each in asked]
     first = [options[0] for options in choices]
-    composed, config = compose(first)
-    configs, overrides = [config], list(map(text_of, asked))
+    lines = [first]
     for number, options in enumerate(choices):
-        configs += [
-            compose([*first[:number], other, *first[number + 1 :]])[1] for other in options[1:]
-        ]
-        if asked[number].key_or_group in (*together, "vectorize"):
-            choices[number] = options[:1]
-            overrides[number] = options[0]
-    return Line(asked, choices, overrides, composed, configs)
+        lines += [[*first[:number], other, *first[number + 1 :]] for other in options[1:]]
+    filled = [compose(line) for line in lines]
+    return Line(asked, choices, filled[0][0], [config for _, config in filled])
+
+
+# what is typed, as overrides of Hydra
 
 
 def expand_overrides(texts: Iterable[str]) -> list[str]:
@@ -102,7 +86,7 @@ def store_layers(text: str, listed: re.Match) -> str:
     its name, scaffold+ditto; their settings are personal.scaffold.NAME and personal.ditto.NAME.
     """
     names = re.findall(r"[^][,+]+", listed[0])
-    check_options([parse_override(f"personal={name}") for name in names])
+    check_option(parse_override(f"personal={'+'.join(names) or 'none'}"))
     again = next((name for name in names if names.count(name) > 1), None)
     if again is not None:
         raise InputError(f"{text}: {again} is given twice; use it once")
@@ -133,34 +117,53 @@ def parse_override(text: str, verbs: Iterable[str] = ()) -> Override:
     return override
 
 
-def list_values(override: Override, multirun: bool) -> list[str]:
-    """Returns an override of a sweep once for each of its values, any other as it is. Raises
-    InputError for values that cannot be listed, or that are named twice.
+def text_of(override: Override) -> str:
+    """Returns an override as it was written."""
+    return override.input_line or ""
+
+
+def spell_grid(asked: list[Override]) -> list[Override]:
+    """Moves the values of the settings that `vectorize` names into it, for Hydra sees one run:
+    vectorize=[seed] seed=0,1 becomes vectorize=['seed=0,1'] seed=0.
     """
+    lists = [each.value() for each in asked if each.key_or_group == "vectorize"]
+    grid = {str(name): str(name) for names in lists if isinstance(names, list) for name in names}
+    for name in grid.keys() & list_groups().keys():
+        raise InputError(f"vectorize=[{name}]: names options, which are swept by -m {name}=A,B")
+    first = {}
+    for override in asked:
+        if (name := override.key_or_group) in grid:
+            values = list_values(override, several=True)
+            first[name] = values[0]
+            grid[name] = f"{name}={','.join(text.partition('=')[2] for text in values)}"
+    if grid:
+        first["vectorize"] = f"vectorize={list(grid.values())}"
+    return [parse_override(first.get(each.key_or_group, text_of(each))) for each in asked]
+
+
+def list_values(override: Override, several: bool) -> list[str]:
+    """Returns an override of a sweep once for each of its values, any other as it is. Raises
+    InputError unless it may have `several`, and for values that cannot be listed, or that are
+    named twice.
+    """
+    given, name = text_of(override), override.key_or_group
     if not override.is_sweep_override():
-        return [text_of(override)]
-    if not multirun or override.key_or_group == "run_dir":
-        name = override.key_or_group
+        return [given]
+    if not several:
         together = "" if name in list_groups() else f", or vectorize=[{name}]"
-        raise InputError(
-            f"{override.input_line}: several values"
-            f" {'are not allowed here' if multirun else 'need -m, a sweep' + together}"
-        )
-    name, value = override.get_key_element(), override.value()
+        raise InputError(f"{given}: several values need -m, a sweep{together}")
+    if name == "run_dir":
+        raise InputError(f"{given}: several values are not allowed here")
     try:
-        values = (
-            value.filter(list_groups().get(name, []))
-            if isinstance(value, Glob)
-            else list(override.sweep_string_iterator())
-        )
+        texts, values = [*override.sweep_string_iterator()], [*override.sweep_iterator()]
     except HydraException:
-        values = []
-    if not values:
-        raise InputError(f"{override.input_line}: names no values that can be listed")
-    read = [parse_override(f"{name}={value}").value() for value in values]
-    if any(value in read[:number] for number, value in enumerate(read)):
-        raise InputError(f"{override.input_line}: names a value twice")
-    return [f"{name}={value}" for value in values]
+        raise InputError(f"{given}: names no values that can be listed") from None
+    if any(value in values[:number] for number, value in enumerate(values)):
+        raise InputError(f"{given}: names a value twice")
+    return [f"{override.get_key_element()}={text}" for text in texts]
+
+
+# options
 
 
 @functools.cache
@@ -171,77 +174,21 @@ def list_groups() -> dict[str, list[str]]:
     return {group: [file.stem for file in options] for group, options in by_group}
 
 
-def compose(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
-    """Returns what Hydra composes of these overrides, its own node included, and the settings of
-    the run, resolved, as a dict. Raises InputError for names that do not exist.
-    """
-    asked = [parse_override(text) for text in overrides]
-    check_options(asked)
-    try:
-        composed = hydra.compose("config", ["hydra.mode=RUN", *overrides], return_hydra_config=True)
-        for override in asked:
-            name, removed = override.key_or_group, override.is_delete()
-            changed = removed or override.is_add() or override.is_force_add()
-            if changed and not takes_arguments(composed, name, removed):
-                check_name(text_of(override), name, list_known(asked), removed)
-        return composed, resolve_config(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise explain(error, asked) from None
-
-
-def explain(error: Exception, asked: list[Override]) -> InputError:
-    """Returns in one line why Hydra cannot compose what is asked for."""
-    cause = error.__cause__ or error
-    named = re.search(r"'([^']*)'", str(error))
-    names = named[1] if named else "", getattr(cause, "full_key", None) or ""
-    wrong = next((text_of(each) for each in asked if each.key_or_group in names), None)
-    if wrong and str(error).startswith(("Could not override", "Could not delete")):
-        for name in names:
-            check_name(wrong, name, list_known(asked))
-    reason = str(cause).splitlines()[0]
-    return InputError(f"{wrong}: {reason}" if wrong else reason)
-
-
-def list_known(asked: list[Override]) -> list[str]:
-    """Returns the dotted names of all settings that the chosen options have, and the groups."""
-    chosen = [text_of(each) for each in asked if each.key_or_group in list_groups()]
-    config = resolve_config(hydra.compose("config", chosen))
-    return [*(name for name, _ in flatten_settings(config)), *list_groups()]
-
-
-def takes_arguments(config: DictConfig, name: str, removed: bool) -> bool:
-    """Returns whether a dotted name lies below a `_target_`, whose arguments can be added, and
-    `removed`, but for those that say what it is.
-    """
-    parent, _, last = name.rpartition(".")
-    if removed and last in ("_target_", "name", "select"):
-        return False
-    path = parent.split(".")
-    nodes = (OmegaConf.select(config, ".".join(path[: end + 1])) for end in range(len(path)))
-    return any(isinstance(node, DictConfig) and "_target_" in node for node in nodes if parent)
-
-
-def check_options(asked: list[Override]) -> None:
+def check_option(override: Override) -> None:
     """Raises InputError for an option that its group does not have."""
-    groups = list_groups()
-    for override in (each for each in asked if each.key_or_group in groups):
-        group, value = override.key_or_group, override.value()
-        text = text_of(override).partition("=")[2].strip("'\"")
-        several = text.split("+") if group == "personal" else [text]
-        if group in SEVERAL and isinstance(value, list):
-            several = map(str, value)
-        for option in several:
-            if f"{group}={option}" in REMOVED:
-                raise InputError(f"{group}={option}: {REMOVED[f'{group}={option}']}")
-            if option not in groups[group]:
-                hint = suggest_reader(option) if group == "dataset" else ""
-                hint = hint or suggest_options(option, groups[group])
-                raise InputError(f"{group}={option}: unknown {group}{hint}")
-
-
-def text_of(override: Override) -> str:
-    """Returns an override as it was written."""
-    return override.input_line or ""
+    group, value = override.key_or_group, override.value()
+    options = list_groups().get(group, [])
+    text = text_of(override).partition("=")[2].strip("'\"")
+    several = text.split("+") if group == "personal" else [text]
+    if group == "logger" and isinstance(value, list):  # logger=[tensorboard,wandb]
+        several = map(str, value)
+    for option in several if options else ():
+        if f"{group}={option}" in REMOVED:
+            raise InputError(f"{group}={option}: {REMOVED[f'{group}={option}']}")
+        if option not in options:
+            hint = suggest_reader(option) if group == "dataset" else ""
+            hint = hint or suggest_options(option, options)
+            raise InputError(f"{group}={option}: unknown {group}{hint}")
 
 
 def suggest_reader(path: str, sure: bool = False) -> str:
@@ -256,12 +203,77 @@ def suggest_reader(path: str, sure: bool = False) -> str:
     return f"; your own file: dataset={kind} dataset.source.path={path}{column}"
 
 
-def check_name(given: str, name: str, known: Collection[str], removed: bool = False) -> None:
-    """Raises InputError unless `name` is one of the dotted names `known` or leads to
-    one; `given` is the override as it was written, which has `removed` it.
+# composition
+
+
+@functools.cache  # values of a sweep share it
+def compose_options(chosen: tuple[str, ...]) -> DictConfig:
+    """Returns what Hydra composes of the options chosen, its own node included."""
+    return hydra.compose("config", ["hydra.mode=RUN", *chosen], return_hydra_config=True)
+
+
+def compose(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """Returns the configuration of these overrides, Hydra's own node included, and the settings of
+    the run, resolved, as a dict. Raises InputError for names that do not exist.
     """
+    asked = [parse_override(text) for text in overrides]
+    options = [
+        each
+        for each in asked
+        if (each.key_or_group in list_groups() or "/" in each.key_or_group)
+        and not isinstance(each.value(), dict)
+    ]
+    for each in options:
+        check_option(each)
+    try:
+        config = copy.deepcopy(compose_options(tuple(map(text_of, options))))
+        # functions first, which take further arguments
+        for each in sorted(asked, key=lambda each: not each.key_or_group.endswith("._target_")):
+            if each not in options:
+                set_value(config, each)
+        config.hydra.overrides.task = list(overrides)
+        return config, resolve_config(config)
+    # OmegaConf looks into a mapping that is null, as in hydra.sweeper.params={a:1}
+    except (HydraException, OmegaConfBaseException, AttributeError) as error:
+        cause = error.__cause__ or error
+        about = {getattr(cause, "full_key", None), *re.findall(r"[\w./]+", str(error))}
+        wrong = next((text_of(each) for each in asked if each.key_or_group in about), "conf")
+        reason, *_ = str(cause).split("\n", 1)
+        raise InputError(f"{wrong}: {reason}") from None
+
+
+def set_value(config: DictConfig, override: Override) -> None:
+    """Sets, adds or removes one setting of a configuration, as Hydra does. Raises InputError for a
+    name that does not exist: only functions take arguments that their node does not have.
+    """
+    name, known = override.key_or_group, list_known(config)
+    targets = [each for each in (*known, name) if each.endswith("._target_")]
+    takes = any(name.startswith(each.removesuffix("_target_")) for each in targets)
+    needed = override.is_delete() and name.endswith(("._target_", ".name", ".select"))
+    adds = override.is_delete() or override.is_add() or override.is_force_add()
+    if adds and (needed or not takes):
+        check_name(override, known)
+    try:
+        ConfigLoaderImpl._apply_overrides_to_config([override], config)
+    except HydraException:
+        check_name(override, known)
+        raise
+
+
+def list_known(config: DictConfig) -> list[str]:
+    """Returns the dotted names of all settings of a configuration, and the groups."""
+    settings: Any = OmegaConf.to_container(config, resolve=False)
+    return [*(name for name, _ in flatten_settings(settings)), *list_groups()]
+
+
+def check_name(override: Override, known: Sequence[str]) -> None:
+    """Raises InputError unless what is set is one of the dotted names `known`, or leads to one, and
+    is not removed.
+    """
+    given, name = text_of(override), override.key_or_group
+    known = [each for each in known if each.startswith("hydra.") == name.startswith("hydra.")]
     if any(other == name or other.startswith(f"{name}.") for other in known):
-        if removed:
+        if override.is_delete():
             raise InputError(f"{given}: {name} is needed; give it a value, as {name}=VALUE")
         return
     parent, _, last = name.rpartition(".")

@@ -74,8 +74,8 @@ def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
     return True
 
 
-def print_error(error: Exception | str) -> int:
-    """Prints bad input as one line and returns its exit status."""
+def print_error(error: Exception | str, status: int = 2) -> int:
+    """Prints what went wrong as one line and returns the exit status, that of bad input."""
     if str(error):  # empty: process 0 has said it
         print("fedjax-cfl: " + escape_text(" ".join(str(error).split())), file=sys.stderr)
-    return 2
+    return status

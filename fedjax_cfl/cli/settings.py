@@ -10,18 +10,18 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-import hydra
 from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig
 
 from fedjax_cfl import validation as allowed
-from fedjax_cfl.cli.conf import CONF, PACKAGE
-from fedjax_cfl.cli.names import compose, expand_overrides, parse_override
+from fedjax_cfl.cli.conf import PACKAGE, open_hydra, resolve_config
+from fedjax_cfl.cli.names import Line, compose, expand_overrides, parse_override
 from fedjax_cfl.cli.paper import load_papers
 from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.scaling import Standardize
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.formatting import flatten_settings, format_value
+from fedjax_cfl.formatting import format_value
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
@@ -137,38 +137,48 @@ def resolve_target(field: str, target: str) -> Callable:
     return found
 
 
+def read_config(config: DictConfig) -> dict[str, Any]:
+    """Returns the settings of a run as a dict, completed."""
+    return complete_settings(resolve_config(config))
+
+
 def complete_settings(config: dict[str, Any]) -> dict[str, Any]:
     """Adds to each node whose `_target_` is a user's own function what its signature has by default
     for settings that are not given; returns the configuration. Raises InputError for settings that
     it does not take.
     """
     for path, node, function in list(find_targets(config)):
-        if not node["_target_"].startswith(PACKAGE):
-            complete_node(path, node, function)
+        if node["_target_"].startswith(PACKAGE):
+            continue
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:  # one of a C library
+            continue
+        kinds = read_settings(function)
+        open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        for name in node if not open_ended else ():
+            if name not in parameters and name not in OWN_WORDS:
+                hint = suggest_options(name, kinds)
+                raise InputError(f"{path}.{name}={format_value(node[name])}: unknown setting{hint}")
+        for name, each in parameters.items():
+            if each.default is not each.empty:
+                if name not in kinds or join_kinds(kinds[name]).plain:
+                    node.setdefault(name, each.default)
+            elif each.kind is each.KEYWORD_ONLY and name not in node:
+                raise InputError(f"{path}.{name}: must be given, as {path}.{name}=VALUE")
     return config
 
 
-def complete_node(path: str, node: dict[str, Any], function: Callable) -> None:
-    """Completes one node, see `complete_settings`."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # one of a C library
-        return
-    parameters = signature.parameters
-    open_ended = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    for name in node if not open_ended else ():
-        if name not in parameters and name not in OWN_WORDS:
-            hint = suggest_options(name, read_settings(function))
-            raise InputError(f"{path}.{name}={format_value(node[name])}: unknown setting{hint}")
-    for name, parameter in parameters.items():
-        if parameter.default is not parameter.empty:
-            if join_kinds(read_settings(function).get(name, read_kinds(Any))).plain:
-                node.setdefault(name, parameter.default)
-        elif parameter.kind is parameter.KEYWORD_ONLY and name not in node:
-            raise InputError(f"{path}.{name}: must be given, as {path}.{name}=VALUE")
-
-
 # checks
+
+
+def check_line(line: Line) -> None:
+    """Raises InputError for a value of a command line that is not allowed."""
+    for config in line.configs:
+        settings = check_config(config, line.asked)
+        for name, values in grid_axes(config).items():
+            for value in values if name in settings else ():
+                check(name, value, settings[name])
 
 
 def resolve_settings(overrides: list[str]) -> dict[str, Any]:
@@ -176,18 +186,20 @@ def resolve_settings(overrides: list[str]) -> dict[str, Any]:
     values that are not allowed.
     """
     overrides = expand_overrides(overrides)
-    with hydra.initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
+    with open_hydra():
         config = compose(overrides)[1]
     check_config(config, [parse_override(text) for text in overrides])
     return config
 
 
-def check_config(config: dict[str, Any], overrides: list[Override]) -> None:
-    """Completes a resolved configuration, see `complete_settings`, and raises InputError for values
-    that are not allowed; `overrides` are what the command line asks for.
+def check_config(config: dict[str, Any], overrides: list[Override]) -> Mapping[str, list[Kind]]:
+    """Completes a resolved configuration, see `complete_settings`; returns what its settings may
+    be. Raises InputError for values that are not allowed; `overrides` are what the command line
+    asks for.
     """
     asked = [each.key_or_group for each in overrides if not each.is_delete()]
-    check_settings(config, collect_settings(complete_settings(config)), asked)
+    settings = collect_settings(complete_settings(config))
+    check_settings(config, settings, asked)
     clients, read = config["dataset"]["clients"], (config["partition"], config["dataset"]["source"])
     if "dataset.clients" in asked and all(node.get("clients") != clients for node in read):
         target = str(config["partition"]["_target_"]).rpartition(".")[2]
@@ -195,6 +207,7 @@ def check_config(config: dict[str, Any], overrides: list[Override]) -> None:
             f"dataset.clients={clients}: is not read by partition={target} as it is set; use"
             " settings of its own, as partition.clients, or another partition"
         )
+    return settings
 
 
 def check_settings(
@@ -203,25 +216,55 @@ def check_settings(
     """Raises InputError for the first setting of a resolved configuration that is not allowed,
     beginning with those `asked` for; `settings` go by dotted name.
     """
-    plain = [name for name, kinds in settings.items() if all(kind.plain for kind in kinds)]
-    whole = {name: find_value(config, name) for name in asked if name in plain}
-    wrong = {name: value for name, value in whole.items() if isinstance(value, dict)}
-    leaves = wrong | dict(flatten_settings(config))
-    for name, value in sorted(leaves.items(), key=lambda leaf: leaf[0] not in asked):
-        below = next((other for other in settings if other.startswith(f"{name}.")), None)
+    for name, value in sorted(list_leaves(config, settings), key=lambda leaf: leaf[0] not in asked):
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
         if name in settings:
             check(name, value, settings[name])
-        elif below:
+        elif below := next((other for other in settings if other.startswith(f"{name}.")), None):
             raise InputError(
                 f"{name}={format_value(value)}: is a group of settings; change one of them, as"
                 f" {below}=VALUE"
             )
 
 
-def find_value(config: Any, name: str) -> Any:
-    """Returns the value of a setting by its dotted name, None where there is none."""
-    for part in name.split("."):
-        config = config.get(part) if isinstance(config, dict) else None
-    return config
+def list_leaves(
+    node: dict, settings: Mapping[str, list[Kind]], path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of every setting: a dict where one is given in place of a single
+    value, else what is in it.
+    """
+    for name, value in ((f"{path}{name}", value) for name, value in node.items()):
+        single = name in settings and all(kind.plain for kind in settings[name])
+        if isinstance(value, dict) and not single:
+            yield from list_leaves(value, settings, f"{name}.")
+        else:
+            yield name, value
+
+
+def grid_axes(config: dict) -> dict[str, list]:
+    """Returns the values of every setting of which a configuration has several, the seed first; {}
+    if it is a single run.
+
+    `vectorize` lists NAME=V1,V2,... Raises InputError for settings that are named wrongly.
+    """
+    axes: dict[str, list] = {}
+    for entry in map(str, config["vectorize"]):
+        name, _, values = entry.partition("=")
+        if not values or name in axes:
+            raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
+        override = parse_override(entry)
+        several = override.is_sweep_override()
+        axes[name] = list(override.sweep_iterator()) if several else [override.value()]
+    if config["seeds"] > 1:
+        if "seed" in axes:
+            raise InputError(
+                f"seeds={config['seeds']}: seed has several values already; use one of the two"
+            )
+        axes["seed"] = [config["seed"] + number for number in range(config["seeds"])]
+    if axes and config["coordinator"] is not None:
+        raise InputError(
+            f"coordinator={config['coordinator']}: several seeds run in one process; leave out"
+            " vectorize and seeds"
+        )
+    return {name: axes[name] for name in sorted(axes, key=lambda name: name != "seed")}

@@ -10,20 +10,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_cfl.cli.names import Line, parse_override
-from fedjax_cfl.cli.settings import check_config, collect_settings
+from fedjax_cfl.cli.names import Line, parse_override, text_of
+from fedjax_cfl.cli.settings import collect_settings, grid_axes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.runs.results import INDEX_FILE, METRICS_FILE, write_text
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir, refuse_links
 from fedjax_cfl.validation import check
-
-
-def check_line(line: Line) -> None:
-    """Raises InputError for a value of a command line that is not allowed."""
-    for config in line.configs:
-        check_config(config, line.asked)
-    grid_axes(line.configs[0])
 
 
 def check_folders(config: dict[str, Any]) -> None:
@@ -43,28 +36,24 @@ def begin_sweep(line: Line) -> tuple[Path, list[str]]:
     it, and the overrides with the name that Hydra has for it. The same sweep goes on in it, unless
     `resume` is never. Raises InputError for a directory that cannot be used.
     """
-    place, overrides = time.strftime("multirun/%Y%m%d-%H%M%S"), []
-    folder = Path(place)
-    for override, text in zip(line.asked, line.overrides, strict=True):
-        if override.key_or_group in ("run_dir", "hydra.sweep.dir"):
-            folder, place = Path(str(override.value())), override.get_value_string()
-        else:
-            overrides.append(text)
-    points = list_points(line.choices)
+    places = [each for each in line.asked if each.key_or_group in ("run_dir", "hydra.sweep.dir")]
+    place = [parse_override(time.strftime("run_dir=multirun/%Y%m%d-%H%M%S")), *places][-1]
+    folder, points = Path(str(place.value())), list_points(line.choices)
     if line.configs[0]["resume"] != "never" and holds_sweep(folder, points):
         refuse_links(folder)
     else:
         check_run_dir(str(folder), "never")
     write_index(make_dir(folder), points)
-    return folder, [*overrides, f"hydra.sweep.dir={place}"]
+    overrides = [text_of(each) for each in line.asked if each not in places]
+    return folder, [*overrides, f"hydra.sweep.dir={place.get_value_string()}"]
 
 
 def suggest_room(line: Line) -> None:
     """Says how the runs of a sweep over the number of groups share what is compiled, where its
     method can and `max_m` is not given.
     """
-    for override, values in zip(line.asked, line.choices, strict=True):
-        several = override.key_or_group == "algorithm.m" and len(values) > 1
+    for values in line.choices:
+        several = len(values) > 1 and values[0].startswith("algorithm.m=")
         if several and line.configs[0]["algorithm"].get("max_m", 0) is None:
             most = max(int(value.partition("=")[2]) for value in values)
             print(
@@ -105,34 +94,6 @@ def holds_sweep(folder: Path, points: Sequence[Mapping[str, Any]]) -> bool:
 
 
 # grids
-
-
-def grid_axes(config: dict) -> dict[str, list]:
-    """Returns the values of every setting of which a configuration has several, the seed first; {}
-    if it is a single run.
-
-    `vectorize` lists NAME=V1,V2,... Raises InputError for settings that are named wrongly.
-    """
-    found: dict[str, list] = {}
-    for entry in config["vectorize"]:
-        name, _, values = str(entry).partition("=")
-        if not values or name in found:
-            raise InputError(f"vectorize={name}: give {name} several values, once, as {name}=1,2")
-        override = parse_override(str(entry))
-        several = override.is_sweep_override()
-        found[name] = list(override.sweep_iterator()) if several else [override.value()]
-    if config["seeds"] > 1:
-        if "seed" in found:
-            raise InputError(
-                f"seeds={config['seeds']}: seed has several values already; use one of the two"
-            )
-        found["seed"] = [config["seed"] + number for number in range(config["seeds"])]
-    if found and config["coordinator"] is not None:
-        raise InputError(
-            f"coordinator={config['coordinator']}: several seeds run in one process; leave out"
-            " vectorize and seeds"
-        )
-    return {name: found[name] for name in sorted(found, key=lambda name: name != "seed")}
 
 
 def find_obstacle(config: dict[str, Any], axes: Mapping[str, list]) -> str | None:
