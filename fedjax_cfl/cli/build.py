@@ -421,29 +421,19 @@ def find_inputs(
     def build_with(values: Mapping[str, jax.Array]) -> tuple[Algorithm, Drift]:
         own = values_of("drift", values)
         drift = instantiate_target("drift", config["drift"], **own)
-        made_of = config, setup.task, setup.data, local
-        return build_algorithm(*made_of, values=values), drift
+        algorithm = build_algorithm(config, setup.task, setup.data, local, values=values)
+        return algorithm, drift
 
-    return Inputs(values, build_with, describe_recipe(given, values, setup, local), store)
-
-
-def describe_recipe(
-    settings: Mapping[str, Any], values: Mapping[str, Any], setup: Setup, local: Local
-) -> str:
-    """Returns what the programs of a run are made of, besides their inputs, shapes and plan.
-
-    Args: `settings` are all, by dotted name; `values` are the inputs; `local` is how the clients
-    of the `setup` train.
-    """
+    # what programs are made of besides these, shapes and plan; sizes are chosen by the data
     made_of = {
         name: value
-        for name, value in settings.items()
+        for name, value in given.items()
         if name not in values and not name.startswith(NOT_COMPILED)
     }
-    # sizes that are chosen by the data
     loops = list_loops(setup.task, local, setup.data.max_client_samples)
     sizes = local.batch_size, local.execution.width, loops
-    return json.dumps([made_of, sorted(values), sizes], default=str)
+    recipe = json.dumps([made_of, sorted(values), sizes], default=str)
+    return Inputs(values, build_with, recipe, store)
 
 
 # what a session reads
@@ -473,21 +463,19 @@ def build_settings(
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
     """Returns the trackers that `logger` names, and the user's own callbacks of a run, in order."""
-    trackers, callbacks = config.get("logger") or {}, enumerate(config["callbacks"])
-    return (
-        {name: build_callback(f"logger.{name}", node) for name, node in trackers.items()},
-        [build_callback(f"callbacks[{number}]", node) for number, node in callbacks],
-    )
 
+    def build_one(field: str, node: Any) -> Callback:
+        if not isinstance(node, dict) or "_target_" not in node:
+            raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
+        callback = instantiate_target(field, node)
+        if not isinstance(callback, Callback):
+            raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
+        return callback
 
-def build_callback(field: str, node: Any) -> Callback:
-    """Returns the callback that a node of the settings names by its `_target_`."""
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise InputError(f"{field}={node}: give {{_target_:my_file.MyCallback}}")
-    callback = instantiate_target(field, node)
-    if not isinstance(callback, Callback):
-        raise InputError(f"{field}._target_={node['_target_']}: is no cfl.Callback")
-    return callback
+    trackers = {
+        n: build_one(f"logger.{n}", node) for n, node in (config.get("logger") or {}).items()
+    }
+    return trackers, [build_one(f"callbacks[{n}]", x) for n, x in enumerate(config["callbacks"])]
 
 
 # checks

@@ -324,7 +324,12 @@ def load_run(
     names, columns = (facts.get(name) and tuple(facts[name]) for name in ("class_names", "columns"))
     targets = find_targets(run_dir, settings, classes, targets)
     outputs = facts.get("labels") or max(classes, 1)
-    module = module or build_module(settings["model"]["module"], outputs)
+    if module is None:
+        make = build_value(settings["model"]["module"])
+        try:
+            module = make(num_classes=outputs)
+        except (TypeError, ValueError) as error:
+            raise InputError(f"model.module: {error}") from None
     task = as_task(module, shape, classes, 0, targets)
     expected = jax.eval_shape(task.init, jax.random.key(0))
     expected = jax.tree.map(lambda leaf: leaf.shape, expected)
@@ -373,19 +378,10 @@ def read_models(path: Path, run_id: str | None) -> tuple[SavedModels, dict[str, 
     return SavedModels(*common, weights, label_shares, scaling), facts
 
 
-def build_module(node: Any, num_classes: int) -> nn.Module:
-    """Builds a model of the package from the settings of a run. Raises InputError for any
-    other: give it to `load_run` as `module`.
+def build_value(node: Any) -> Any:
+    """Returns a value of the settings, each `_target_` in it, a model of the package, as a partial
+    function. Raises InputError for any other: give it to `load_run` as `module`.
     """
-    module = _instantiate(node)
-    try:
-        return module(num_classes=num_classes)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"model.module: {error}") from None
-
-
-def _instantiate(node: Any) -> Any:
-    """Returns a value of the settings, each `_target_` in it as a partial function."""
     if not isinstance(node, dict):
         return node
     target = str(node.get("_target_"))
@@ -397,7 +393,7 @@ def _instantiate(node: Any) -> Any:
             " load_run(run_dir, module=...)"
         )
     own = {str(key): value for key, value in node.items()}
-    values = {key: _instantiate(value) for key, value in own.items() if not key.startswith("_")}
+    values = {key: build_value(value) for key, value in own.items() if not key.startswith("_")}
     return functools.partial(function, **values)
 
 
