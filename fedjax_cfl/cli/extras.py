@@ -6,14 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_cfl.cli.build import (
-    build_algorithm,
-    build_local,
-    deal_samples,
-    federate_samples,
-    hold_out,
-    name_newcomers,
-)
+from fedjax_cfl.cli import build
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import standardize
@@ -48,7 +41,7 @@ def measure_extras(config: dict[str, Any], setup: Setup, local: Local, result: R
         tuned = finetune(setup.algorithm.serve(state), result.data)
         found.columns[f"finetuned_{name}"] = getattr(tuned, name)
         found.numbers[f"finetuned_{name}"] = mean_score(task, tuned)
-    if name_newcomers(config):
+    if build.name_newcomers(config):
         new, population = add_newcomers(found, config, setup, result)
         if epochs:
             tuned = finetune(new.served, population)
@@ -67,13 +60,13 @@ def add_newcomers(
     Args: `config` are all settings of the run, `setup` its parts, `result` what it left.
     """
     at_once = config["clients_per_round"]
-    everybody = federate_samples(config, *deal_samples(config))
-    kept, held = hold_out(config, everybody)
+    everybody = build.federate_samples(config, *build.deal_samples(config))
+    kept, held = build.hold_out(config, everybody)
     population = take_clients(everybody, np.concatenate([kept, held]))
     population, _ = standardize(population, config["dataset"]["standardize"], kept.size)
     task, mesh = setup.task, setup.mesh
-    local = build_local(config, task, population, mesh)
-    make = functools.partial(build_algorithm, config, task, population, local)
+    local = build.build_local(config, task, population, mesh)
+    make = functools.partial(build.build_algorithm, config, task, population, local)
     key = jax.random.key(config["seed"])
     new = assign_newcomers(make, task, mesh, result.state, population, key, at_once)
     names, score = everybody.client_names, task.targets.score.name
@@ -88,7 +81,7 @@ def add_newcomers(
     found.numbers["new_clients"] = len(held)
     found.numbers["new_clients_assigned"] = int((new.groups >= 0).sum())
     found.numbers[f"new_clients_{score}"] = mean_score(task, new.metrics)
-    if name_newcomers(config) == "validation_clients":
+    if build.name_newcomers(config) == "validation_clients":
         values = np.asarray(getattr(new.metrics, score))
         mean = average(values, np.isfinite(values))
         found.numbers[f"validation_clients_macro_{score}"] = float(mean)

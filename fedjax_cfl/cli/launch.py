@@ -17,14 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from fedjax_cfl.cli.build import (
-    build,
-    build_algorithm,
-    build_callbacks,
-    build_settings,
-    find_inputs,
-    shrink_cohort,
-)
+from fedjax_cfl.cli import build
 from fedjax_cfl.cli.extras import measure_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.settings import grid_axes, read_config
@@ -113,7 +106,7 @@ class Notes(logging.Handler):
 
 def show_notes() -> None:
     """Lets this process print notes of `build`, which other programs leave to their logging."""
-    notes = logging.getLogger(build.__module__)
+    notes = logging.getLogger(build.__name__)
     notes.handlers, notes.propagate = [Notes()], False
     notes.setLevel(logging.INFO)
 
@@ -141,8 +134,8 @@ def run_one(run: Run, draws: bool) -> int:
     """Builds and trains one run in its directory; returns the exit status. `draws`: it has curves
     of its own, no other run is compared with it.
     """
-    setup, local = build(run.settings, run.may_shrink)
-    inputs = find_inputs(run.settings, setup, local, STORE)
+    setup, local = build.build(run.settings, run.may_shrink)
+    inputs = build.find_inputs(run.settings, setup, local, STORE)
     member = make_member(run, setup, local, digest_data(setup.data))
     if draws and run.settings["curves"]:
         member = member._replace(draw=draw_curves)
@@ -154,8 +147,8 @@ def make_member(run: Run, setup: Setup, local: Local, data_digest: str) -> Membe
     is that of its data.
     """
     choices = dict(HydraConfig.get().runtime.choices)
-    settings = build_settings(run.settings, choices, local.execution.width, data_digest)
-    trackers, callbacks = build_callbacks(run.settings)
+    settings = build.build_settings(run.settings, choices, local.execution.width, data_digest)
+    trackers, callbacks = build.build_callbacks(run.settings)
     extras = functools.partial(measure_extras, run.settings, setup, local)
     return Member(settings, run.overrides, run.run_dir, trackers, callbacks, extras)
 
@@ -209,14 +202,14 @@ def run_grid(job: Job, axes: dict[str, list]) -> int:
     built: dict[int, tuple[Setup, Local]] = {}  # of each seed
     for run in runs:
         if run.settings["seed"] not in built:
-            built[run.settings["seed"]] = build(run.settings, run.may_shrink)
+            built[run.settings["seed"]] = build.build(run.settings, run.may_shrink)
     digests = {seed: digest_data(setup.data) for seed, (setup, _) in built.items()}
     members = []
     for run in runs:
         seed = run.settings["seed"]
         setup, local = built[seed]
         if run.may_shrink:
-            shrink_cohort(run.settings, setup.data.num_clients)  # `build` did for one
+            build.shrink_cohort(run.settings, setup.data.num_clients)  # `build` did for one
         local = local.replace(lr=run.settings["local"]["lr"])  # which members may differ in
         members.append(make_member(run, setup, local, digests[seed]))
     config = runs[0].settings
@@ -224,7 +217,7 @@ def run_grid(job: Job, axes: dict[str, list]) -> int:
 
     def make(values):
         parts = first.task, first.data, local
-        return build_algorithm(config, *parts, values=values, runs_as_one=True), first.drift
+        return build.build_algorithm(config, *parts, values=values, runs_as_one=True), first.drift
 
     # some rules are between two values, and see no traced ones
     for point in grid_points({name: each for name, each in axes.items() if name != "seed"}):

@@ -205,15 +205,14 @@ def run_sweep(app: Any, line: Any) -> int:
     """Runs a sweep, batch by batch of Hydra's; returns its exit status. Raises InputError where
     Hydra cannot use what the command line says of Hydra's own settings.
     """
-    from fedjax_cfl.cli import launch, sweep
-    from fedjax_cfl.cli.names import text_of
+    from fedjax_cfl.cli import launch, names, sweep
 
     sweep.suggest_room(line)
     folder, overrides = sweep.begin_sweep(line)
     try:
         batches = app.multirun("config", run_config, overrides)
     except Exception as error:
-        own = [text_of(each) for each in line.asked if each.key_or_group.startswith("hydra")]
+        own = [names.text_of(each) for each in line.asked if each.key_or_group.startswith("hydra")]
         frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not own or run_config.__code__ in frames:
             raise

@@ -324,13 +324,14 @@ def load_run(
     names, columns = (facts.get(name) and tuple(facts[name]) for name in ("class_names", "columns"))
     targets = find_targets(run_dir, settings, classes, targets)
     outputs = facts.get("labels") or max(classes, 1)
-    if module is None:
+    model: Any = module
+    if model is None:
         make = build_value(settings["model"]["module"])
         try:
-            module = make(num_classes=outputs)
+            model = make(num_classes=outputs)
         except (TypeError, ValueError) as error:
             raise InputError(f"model.module: {error}") from None
-    task = as_task(module, shape, classes, 0, targets)
+    task = as_task(model, shape, classes, 0, targets)
     expected = jax.eval_shape(task.init, jax.random.key(0))
     expected = jax.tree.map(lambda leaf: leaf.shape, expected)
     if expected != jax.tree.map(lambda leaf: leaf.shape[1:], final.models):
