@@ -246,17 +246,17 @@ def set_value(config: DictConfig, override: Override) -> None:
     """Sets, adds or removes one setting of a configuration, as Hydra does. Raises InputError for a
     name that does not exist: only functions take arguments that their node does not have.
     """
-    name, known = override.key_or_group, list_known(config)
-    targets = [each for each in (*known, name) if each.endswith("._target_")]
+    name, settings = override.key_or_group, list_known(config)
+    targets = [each for each in (*settings, name) if each.endswith("._target_")]
     takes = any(name.startswith(each.removesuffix("_target_")) for each in targets)
     needed = override.is_delete() and name.endswith(("._target_", ".name", ".select"))
     adds = override.is_delete() or override.is_add() or override.is_force_add()
     if adds and (needed or not takes):
-        check_name(override, known)
+        check_name(override, settings)
     try:
         ConfigLoaderImpl._apply_overrides_to_config([override], config)
     except HydraException:
-        check_name(override, known)
+        check_name(override, settings)
         raise
 
 

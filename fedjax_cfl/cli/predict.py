@@ -255,33 +255,33 @@ def predict_all(
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
         training = samples.list_training(rows)
-        place, own = met.get(clean_name(client), (None, None))
-        known[rows] = own is not None
+        place, predictor = met.get(clean_name(client), (None, None))
+        known[rows] = predictor is not None
         if not alike:
             scaled[rows] = run.scale(samples.x[rows], place, samples.x[training])
-        if own is None and samples.y is None and can_place(run, saved):
+        if predictor is None and samples.y is None and can_place(run, saved):
             waiting.append((rows, training if training.size else rows))
             continue
-        if own is None and samples.y is not None and training.size:
+        if predictor is None and samples.y is not None and training.size:
             find = run.find_model if saved.weights is None else run.find_weights
-            own = find(samples.x[training], samples.y[training], saved)
-        if own is None:
+            predictor = find(samples.x[training], samples.y[training], saved)
+        if predictor is None:
             unknown[str(client) if samples.client is not None else ""] = rows
-        elif isinstance(own, int):
-            used.setdefault(own, (own, []))[1].append(rows)
+        elif isinstance(predictor, int):
+            used.setdefault(predictor, (predictor, []))[1].append(rows)
         else:
-            used[str(client)] = own, [rows]
+            used[str(client)] = predictor, [rows]
     if waiting:
-        inputs = scaled[np.concatenate([own for _, own in waiting])]
-        owner = np.repeat(np.arange(len(waiting)), [len(own) for _, own in waiting])
+        inputs = scaled[np.concatenate([rows for _, rows in waiting])]
+        owner = np.repeat(np.arange(len(waiting)), [len(rows) for _, rows in waiting])
         groups = place_clients(run_dir, run, inputs, owner).tolist()
         for (rows, _), group in zip(waiting, groups, strict=True):
             used.setdefault(group, (group, []))[1].append(rows)
     scores = np.zeros((count, run.outputs), np.float32)
-    for own, parts in used.values():
+    for predictor, parts in used.values():
         rows = np.concatenate(parts)
-        scores[rows] = run.infer(own, scaled[rows], saved)
-        model[rows] = own if isinstance(own, int) else np.argmax(own)
+        scores[rows] = run.infer(predictor, scaled[rows], saved)
+        model[rows] = predictor if isinstance(predictor, int) else np.argmax(predictor)
     kept = np.setdiff1d(np.arange(count), np.concatenate([[], *unknown.values()])).astype(int)
     scores = scores[kept]
     guess, chances = run.targets.guess(scores), run.targets.chances(scores)
