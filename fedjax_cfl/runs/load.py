@@ -171,8 +171,8 @@ class LoadedRun(NamedTuple):
             return to_float32(samples)
         if place is not None:
             return scaling.apply(samples, place)
-        known = samples[:0] if like is None or not len(like) else self.check_samples(like)
-        return scaling.fit(known).apply(samples)
+        training = samples[:0] if like is None or not len(like) else self.check_samples(like)
+        return scaling.fit(training).apply(samples)
 
     def infer(self, model: int | np.ndarray, samples: np.ndarray, saved: SavedModels) -> np.ndarray:
         """Returns the outputs [B, C] float32 that a model gives samples [B, ...] that `scale` has
