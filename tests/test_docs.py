@@ -222,6 +222,16 @@ def test_what_is_packed():
     assert "Apache License" in (ROOT / "LICENSE").read_text()
 
 
+def test_the_version_is_the_same_wherever_it_stands():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"]["path"] == "fedjax_cfl/__init__.py"
+    changes, readme = (ROOT / "CHANGELOG.md").read_text(), (ROOT / "README.md").read_text()
+    assert re.search(r"^## (\S+)", changes, re.M)[1] == cfl.__version__
+    assert f"version = {{{cfl.__version__}}}" in readme
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == cfl.__version__
+
+
 def test_the_citation_names_the_five_papers():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     titles = " ".join(paper["title"] for paper in cited["references"])

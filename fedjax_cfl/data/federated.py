@@ -278,7 +278,7 @@ def update_client_index(view: ClientIndex, owner: jax.Array) -> ClientIndex:
 
 def move_client_index(view: ClientIndex, owner: jax.Array, heir: jax.Array) -> ClientIndex:
     """Regroups a view whose clients exchange all their samples: those of client k, by `owner`
-    [N] int32 so far, become those of heir[k] [K] int32, a permutation.
+    [N] int32 so far, become those of client heir[k]; `heir` [K] int32 is a permutation.
 
     It is what `update_client_index` gives for the new owners, without a sort: samples of a client
     stay together, in the same order, and hidden ones at the end.
