@@ -279,6 +279,8 @@ def test_a_pivot_names_the_best_of_each_column_and_its_files_say_the_same(swept,
         in latex
     )
     assert "which takes 7 seeds or more" in latex and latex.count("{") == latex.count("}")
+    assert "test, $p < 0.05$ after Holm's correction" in latex  # in one piece, on one line
+    assert "\n\\smallskip\n\\begin{tabular}" in latex and "tabcolsep" not in latex
     text = (tmp_path / "pivot.md").read_text()
     assert "| IFCA, m=3 | 20.00 ± 10.00 | - |" in text and "**" not in text
     for (row, column), cell in cells.items():  # printed cells are those of the CSV
@@ -305,6 +307,12 @@ def test_bold_is_what_an_exact_test_of_six_seeds_says(tmp_path):
         assert table["rank"].to_dict() == {"fedavg": "plain", "ifca": rank, "fesem": "plain"}
         lines = pivot.lay_out(table.reset_index(), str, "**{}**")
         assert any("**" in cell for line in lines for cell in line) == (rank == "best")
+    # five columns of two decimals do not fit into the margins of a page as they are: 411 of 345 pt
+    wide = table.reset_index().assign(row="permute_labels", column=["a", "b", "c"])
+    wide = pd.concat([wide, wide.iloc[:2].assign(column=["d", "e"])], ignore_index=True)
+    pivot.write_pivot(wide, tmp_path)
+    latex = (tmp_path / "pivot.tex").read_text()
+    assert "\n\\footnotesize\\setlength{\\tabcolsep}{3pt}\n\\begin{tabular}{lrrrrr}" in latex
     named = {"algorithm": "ifca", "seed": 3, "data_id": "a"}
     run_with(tmp_path / "ifca3", [], [0.5], **named)  # behind fedavg in one seed of eight: p 0.07
     found = read_sets([tmp_path / f"{m}{seed}" for m in places for seed in range(8)])

@@ -20,7 +20,8 @@ NAMED = (*IDENTITY, "concept", "drift")
 # measures that are each task's own: final is final_accuracy, of a regression final_rmse
 OF_TASK = ("final", "worst10", "macro", "last10_evals", "best")
 PLAIN, FIRST, BEST = "plain", "first", "best"  # FIRST: the best mean, but not BEST beyond chance
-PAGE = 85  # characters of a line that a page of LaTeX has room for
+# characters of a line, some of them bold, that a page of LaTeX's `article` has room for, by size
+ROOM = {"": 64, "\\small": 75, "\\footnotesize": 84}
 
 
 def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "final") -> pd.DataFrame:
@@ -191,17 +192,23 @@ def write_pivot(
     text = tables.format_markdown(*lay_out(pivot, escape_markdown, "**{}**", **shape))
     write_text(out / "pivot.md", f"{text}\n{caption}\n")
     grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ", **shape)
-    write_text(out / "pivot.tex", format_latex(grid, caption, pivot["measure"].iloc[0]))
     wide = max(len("  ".join(line)) for line in lay_out(pivot, str, "{}", **shape))
-    if wide > PAGE:
+    *_, last = sizes = [*ROOM]
+    size = next((each for each in sizes if wide <= ROOM[each]), last)
+    write_text(out / "pivot.tex", format_latex(grid, caption, pivot["measure"].iloc[0], size))
+    if wide > ROOM[last]:
         print(
-            f"note: lines of pivot.tex have {wide} characters, and a page has room for some {PAGE}:"
-            " try --transpose, --decimals 1, or fewer columns"
+            f"note: lines of pivot.tex have {wide} characters, and a page has room for some"
+            f" {ROOM[last]}: try {'no ' * transpose}--transpose, --decimals 1, or fewer columns"
         )
 
 
-def format_latex(grid: list[list[str]], caption: str, measure: str) -> str:
-    """Returns lines that are escaped already as a table of LaTeX with the package booktabs."""
+def format_latex(grid: list[list[str]], caption: str, measure: str, size: str = "") -> str:
+    """Returns lines that are escaped already as a table of LaTeX with the package booktabs; with a
+    `size` other than that of the text, as \\small, gaps between columns are narrow, too.
+    """
+    caption = escape_latex(caption).replace("±", r"$\pm$")
+    chance, start = f"p < {statistics.ALPHA}", r"\begin{tabular}"
     table = (
         pd.DataFrame(grid[1:], columns=pd.Index(grid[0]))
         .style.hide(axis="index")
@@ -209,9 +216,11 @@ def format_latex(grid: list[list[str]], caption: str, measure: str) -> str:
             hrules=True,
             position="t",
             position_float="centering",
-            caption=escape_latex(caption).replace("±", r"$\pm$").replace("<", "$<$"),
+            caption=caption.replace(chance, f"${chance}$"),
             label=f"tab:{measure.replace('_', '-')}",
             column_format="l" + "r" * (len(grid[0]) - 1),
         )
     )
+    smaller = f"{size}\\setlength{{\\tabcolsep}}{{3pt}}\n" if size else ""
+    table = table.replace(start, f"\\smallskip\n{smaller}{start}")
     return f"% needs \\usepackage{{booktabs}}\n{table}"
