@@ -30,6 +30,8 @@ FLOAT32_MIN = 1.1754943508222875e-38
 INT32_MAX = 2**31 - 1
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Made = TypeVar("Made", covariant=True)
+Whole = typing.ParamSpec("Whole")
 
 
 class Rule(NamedTuple):
@@ -264,12 +266,27 @@ def check_settings(
     }
 
 
-def checked(prefix: str = "") -> Callable[[Function], Function]:
+class Maker(typing.Protocol[Whole, Made]):
+    """A method or partition for type checkers: called with settings alone it is a recipe."""
+
+    @typing.overload
+    def __call__(self, *parts: Whole.args, **settings: Whole.kwargs) -> Made: ...
+    @typing.overload
+    def __call__(self, **settings: Any) -> "Recipe": ...
+
+
+@typing.overload
+def checked(
+    prefix: Literal["algorithm", "partition"],
+) -> Callable[[Callable[Whole, Made]], Maker[Whole, Made]]: ...
+@typing.overload
+def checked(prefix: str = "") -> Callable[[Function], Function]: ...
+def checked(prefix: str = "") -> Any:
     """Returns a decorator of functions whose arguments are checked by their annotations, see
     `check_settings`.
     """
 
-    def decorate(function: Function) -> Function:
+    def decorate(function: Callable) -> Callable:
         @functools.wraps(function)
         def call(*args, **options):
             try:
@@ -281,7 +298,7 @@ def checked(prefix: str = "") -> Callable[[Function], Function]:
             bound.arguments = check_settings(function, bound.arguments, prefix)
             return function(*bound.args, **bound.kwargs)
 
-        return typing.cast(Function, call)
+        return call
 
     return decorate
 

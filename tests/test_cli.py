@@ -3,6 +3,7 @@ choice composes.
 """
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -519,16 +520,37 @@ def test_every_option_composes(group, composed):
         assert composed(f"{group}={option}{path}")[1][group] == option
 
 
-def test_help_and_the_whole_configuration(fedjax_cfl):
+def test_help_and_the_whole_configuration(fedjax_cfl, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     status, out, _ = fedjax_cfl("--help")
     assert status in (0, None)
-    for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
-        # long lines are folded
-        assert f"{group}: {', '.join(options(group))}" in " ".join(out.split())
-    assert max(map(len, out.splitlines())) < 180 and "Traceback" not in out
+    words = " ".join(out.split())
+    named = re.search(r"algorithm=(\w+), (\w+), (\w+), (\w+) or (\w+)\. (\d+) more", words)
+    assert named and {*named.groups()[:5]} < {*options("algorithm")}
+    assert 5 + int(named[6]) == len(options("algorithm"))
+    assert fedjax_cfl("lst --help")[:2] == (status, out) and "Traceback" not in out
+    assert {name for name in COMMANDS if f"fedjax-cfl {name} " not in out} == set()
+    for name in ("", *COMMANDS):
+        assert max(map(len, fedjax_cfl(f"{name} --help")[1].splitlines())) < 80, name
     status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
     assert status == 0 and "fedjax_cfl.algorithms.ifca" in out
     assert fedjax_cfl("--version")[1].startswith("fedjax-cfl ")
+
+
+def test_a_list_says_what_can_be_chosen_and_what_it_is(fedjax_cfl):
+    status, out, _ = fedjax_cfl("list")
+    assert status == 0
+    listed = dict(line.split(": ") for line in out.replace("\n  ", " ").splitlines())
+    for group in ("algorithm", "dataset", "partition", "model", "concept", "preset"):
+        assert sorted(listed[group].split(", ")) == sorted(options(group))
+    status, out, _ = fedjax_cfl("list algorithm preset")
+    methods, bounds, presets = re.split(r"^bounds, .*\n|(?=^clean: )", out, flags=re.M)
+    assert "\nifca: Ghosh et al., NeurIPS 2020: each client trains" in methods
+    assert re.findall(r"^\w+(?=: )", bounds, re.M) == ["centralised", "known_groups", "nonfed"]
+    assert re.findall(r"^\w+(?=: .)", presets, re.M) == sorted(options("preset"))
+    assert max(map(len, out.splitlines())) < 80
+    status, _, error = fedjax_cfl("list algorithms")
+    assert status == 2 and "algorithms: unknown choice (did you mean 'algorithm'?)" in error
 
 
 def test_doctor_and_download(fedjax_cfl):

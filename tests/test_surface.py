@@ -3,7 +3,11 @@ and a glossary of every field and key.
 """
 
 import inspect
+import json
 import re
+import shutil
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -42,6 +46,36 @@ def test_signatures_name_what_is_allowed():
     assert f"start: Union[{names}, MakeStart] = 'random'" in shown["algorithms.ifca"]
     assert "pool: Literal['all', 'warm'] = 'all'" in shown["drift.swap_at"]
     assert shown["Local"].startswith("(lr: Union[PositiveFloat, jax")
+
+
+TYPED = """
+from typing import assert_type
+
+import fedjax_cfl as cfl
+from fedjax_cfl.validation import Recipe
+
+pool = cfl.datasets.digits()
+data = cfl.federate(pool, cfl.partition.iid(clients=40))
+assert_type(cfl.partition.iid(pool, clients=40), cfl.Partition)
+task, local, system = cfl.as_task(cfl.models.MLP(), (64,), 10), cfl.Local(), cfl.select.uniform(20)
+assert_type(cfl.algorithms.ifca(m=4), Recipe)
+assert_type(cfl.algorithms.ifca(task, local, system, m=4), cfl.Algorithm)
+cfl.run(cfl.algorithms.ifca(m=4), data, rounds=2)
+cfl.run(cfl.algorithms.fedavg, data, rounds=2)
+"""
+WRONG = "cfl.algorithms.ifca(task, local, m=4)", 'cfl.algorithms.ifca(task, local, system, m="a")'
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(shutil.which("basedpyright") is None, reason="needs basedpyright")
+def test_a_type_checker_knows_recipes_and_methods(tmp_path):
+    """A method or partition is called with its parts, or with settings alone."""
+    (tmp_path / "snippet.py").write_text("\n".join([TYPED, *WRONG]))
+    options = "--outputjson", "--pythonpath", sys.executable, "snippet.py"
+    done = subprocess.run(["basedpyright", *options], cwd=tmp_path, capture_output=True)
+    said = json.loads(done.stdout)["generalDiagnostics"]
+    wrong = [each["range"]["start"]["line"] for each in said if each["severity"] == "error"]
+    assert wrong == [TYPED.count("\n") + 1, TYPED.count("\n") + 2], said
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -9,7 +9,6 @@ import importlib
 import os
 import shlex
 import sys
-import textwrap
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -25,6 +24,7 @@ COMMANDS = {
     "compare": "fedjax_cfl.analysis.compare",
     "doctor": "fedjax_cfl.cli.doctor",
     "download": "fedjax_cfl.cli.download",
+    "list": "fedjax_cfl.cli.names",
     "look": "fedjax_cfl.cli.look",
     "paper": "fedjax_cfl.cli.paper",
     "predict": "fedjax_cfl.cli.predict",
@@ -129,14 +129,9 @@ def run_arguments(arguments: list[str]) -> int:
 
 
 def print_help() -> None:
-    """Prints what the command line takes, with the options of every group."""
-    from fedjax_cfl.cli.names import list_groups
-
+    """Prints what the command line takes."""
     text = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]
-    print(f"{text['header']}\n\nChoices, as in algorithm=ifca:")
-    for group, options in list_groups().items():
-        print(textwrap.fill(f"{group}: {', '.join(options)}", 80, subsequent_indent="  "))
-    print(f"\n{text['footer']}")
+    print(f"{text['header']}\n\n{text['footer']}")
 
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:

@@ -5,10 +5,12 @@ function, so that a name that does not exist is compared with those that do. Imp
 what needs it, so that a misspelt name is answered at once.
 """
 
+import argparse
 import copy
 import functools
 import itertools
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fedjax_cfl.cli.conf import CONF, PACKAGE, resolve_config
-from fedjax_cfl.errors import InputError, suggest_nearest, suggest_options
+from fedjax_cfl.errors import InputError, parse_arguments, suggest_nearest, suggest_options
 from fedjax_cfl.formatting import flatten_settings
 
+BOUNDS = ("centralised", "known_groups", "nonfed")  # of algorithm: methods are compared with them
 # readers of former versions, and what to do instead
 REMOVED = {
     name: "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
@@ -295,3 +298,29 @@ def check_name(override: Override, known: Sequence[str]) -> None:
     if "dataset.source.path" not in known and (reader := suggest_reader(value, is_file)):
         raise InputError(f"{given}: unknown setting{reader}")
     raise InputError(f"{given}: unknown setting{meant}{listed if names else '; see --help'}")
+
+
+def describe_option(group: str, name: str) -> str:
+    """Returns the first sentence of an option's file, which says what it is."""
+    lines = (CONF / group / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+    comments = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    text = " ".join(line[1:].strip() for line in comments if "@package" not in line)
+    return re.split(r"(?<! al)\. ", text)[0].rstrip(".")
+
+
+def main(argv: list[str]) -> int:
+    """Runs `fedjax-cfl list [CHOICE ...]`."""
+    described = "What can be chosen, as algorithm=ifca: names, or what each option of some is."
+    parser = argparse.ArgumentParser(prog="fedjax-cfl list", description=described)
+    parser.add_argument("choices", nargs="*", metavar="CHOICE", help="as algorithm, or dataset")
+    asked, groups = parse_arguments(parser, argv).choices, list_groups()
+    for group in asked or groups:
+        if group not in groups:
+            raise InputError(f"{group}: unknown choice{suggest_options(group, groups)}")
+        names = sorted(groups[group], key=BOUNDS.__contains__)
+        lines = [f"{name}: {describe_option(group, name)}" for name in names if asked]
+        for line in lines or [f"{group}: {', '.join(names)}"]:
+            if line.startswith(BOUNDS[0]):
+                print("bounds, which methods are compared with:")
+            print(textwrap.fill(line, 79, subsequent_indent="  "))
+    return 0

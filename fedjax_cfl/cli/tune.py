@@ -1,4 +1,4 @@
-"""Chooses settings on validation samples and tests the chosen ones once: `fedjax-cfl tune`.
+"""Chooses settings on validation samples and tests the chosen ones once.
 
 Trials train every combination of the values given, on two seeds, and are scored on samples that
 were set apart from each client's training (`evaluate.validation`), of all clients or, with
@@ -173,11 +173,7 @@ def read_seeds(text: str) -> tuple[int, ...]:
 
 def main(argv: list[str]) -> int:
     """Runs `fedjax-cfl tune [--out DIR] [--share S] [--seeds N ...] KEY=V1,V2 ...`."""
-    parser = argparse.ArgumentParser(
-        prog="fedjax-cfl tune",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="fedjax-cfl tune", description=__doc__)
     parser.add_argument("settings", nargs="+", metavar="KEY=V1,V2", help="as for a sweep")
     parser.add_argument("--out", default="tune", metavar="DIR", help="default: tune")
     parser.add_argument("--share", type=float, default=0.2, help="set apart; default: 0.2")
