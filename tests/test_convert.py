@@ -186,10 +186,3 @@ def test_what_cannot_be_converted_is_said_in_one_line(tmp_path):
     assert "holds no clients" in refusal(write_fedjax(tmp_path / "b.sqlite", {}))
     (tmp_path / "c.sqlite.lzma").write_bytes(b"\x5d\0\0\x80")
     assert "xz --format=lzma -dk FILE" in refusal(tmp_path / "c.sqlite.lzma")
-
-
-@pytest.mark.parametrize("name", ["tff_hdf5", "federated_sqlite"])
-def test_the_readers_that_were_there_name_the_script(name, fedjax_cfl):
-    status, out, error = fedjax_cfl(f"dataset={name} dataset.source.path=a algorithm=fedavg")
-    assert status == 2 and out == "" and error.count("\n") == 1
-    assert f"dataset={name}: is read no more; examples/convert/federated.py" in error

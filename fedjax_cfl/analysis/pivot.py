@@ -33,7 +33,12 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "fina
     Raises InputError for a measure or setting that does not exist or that no run has, and where two
     sets of runs would share a cell.
     """
-    check_measure(runs, measure)
+    if measure not in (*OF_TASK, *tables.MEASURES):
+        options = suggest_options(measure, [*OF_TASK, *tables.MEASURES])
+        raise InputError(f"--measure {measure}: unknown measure{options}")
+    if measure not in (*OF_TASK, *sets.keep_known([measure], runs)):
+        name = sets.score_of_set(runs).name
+        raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
     names = {*rows.split("+"), *columns.split("+")}
     settings = {label: _read_settings(members, names) for label, members in sets.split_sets(runs)}
     for axis, each in (("rows", rows), ("columns", columns)):
@@ -78,16 +83,6 @@ def fill_cells(
             inside = {place: members[labels[place]] for place in same.index}
             table.loc[same.index, "rank"] = rank_cells(inside, same["measure"].iloc[0])
     return table
-
-
-def check_measure(runs: pd.DataFrame, measure: str) -> None:
-    """Raises InputError for a measure that does not exist, or that none of the runs has."""
-    if measure not in (*OF_TASK, *tables.MEASURES):
-        options = suggest_options(measure, [*OF_TASK, *tables.MEASURES])
-        raise InputError(f"--measure {measure}: unknown measure{options}")
-    if measure not in (*OF_TASK, *sets.keep_known([measure], runs)):
-        name = sets.score_of_set(runs).name
-        raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
 
 
 def _read_settings(members: pd.DataFrame, names: set[str]) -> dict[str, Any]:
@@ -193,13 +188,12 @@ def write_pivot(
     write_text(out / "pivot.md", f"{text}\n{caption}\n")
     grid = lay_out(pivot, escape_latex, r"\textbf{{{}}}", r" $\pm$ ", **shape)
     wide = max(len("  ".join(line)) for line in lay_out(pivot, str, "{}", **shape))
-    *_, last = sizes = [*ROOM]
-    size = next((each for each in sizes if wide <= ROOM[each]), last)
+    size = next((each for each, room in ROOM.items() if wide <= room), [*ROOM][-1])
     write_text(out / "pivot.tex", format_latex(grid, caption, pivot["measure"].iloc[0], size))
-    if wide > ROOM[last]:
+    if wide > ROOM[size]:
         print(
             f"note: lines of pivot.tex have {wide} characters, and a page has room for some"
-            f" {ROOM[last]}: try {'no ' * transpose}--transpose, --decimals 1, or fewer columns"
+            f" {ROOM[size]}: try {'no ' * transpose}--transpose, --decimals 1, or fewer columns"
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from fedjax_cfl.analysis.tables import print_table
 from fedjax_cfl.cli.build import assemble
+from fedjax_cfl.cli.names import FILES, find_reader
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.data.scaling import Scaling, standardize
 from fedjax_cfl.errors import InputError, parse_arguments
@@ -19,12 +20,6 @@ from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.finish import count_labels
 from fedjax_cfl.types import FederatedData
 
-KINDS = {  # of files, by the end of their names, and what of a table is named
-    (".csv", ".csv.gz", ".csv.bz2", ".csv.zip", ".csv.xz"): "csv",
-    (".jsonl", ".jsonl.gz"): "jsonl",
-    (".parquet",): "parquet",
-    (".npz",): "npz",
-}
 UNLIKE = 3  # features whose deviation is as far from 1, or whose mean from 0, are standardised
 MOST_SHOWN = 20  # clients, classes and features of a picture
 BARS = " ▁▂▃▄▅▆▇█"
@@ -43,21 +38,18 @@ def name_data(options: argparse.Namespace) -> list[str]:
     """Returns the settings of a run by which a file is read. Raises InputError for a file of no
     known kind.
     """
-    lower = options.file.lower()
-    kind = next((kind for ends, kind in KINDS.items() if lower.endswith(ends)), None)
+    kind = find_reader(options.file)
     if kind is None:
-        ends = ", ".join(end for group in KINDS for end in group)
         raise InputError(
-            f"{options.file}: ends in none of {ends}; of other data name the settings, as"
+            f"{options.file}: ends in none of .{', .'.join(FILES)}; of other data name settings, as"
             " fedjax-cfl tune --methods fedavg,ifca dataset=image_folder dataset.source.path=..."
         )
     name = Path(options.file).name.partition(".")[0]
     settings = [f"dataset={kind}", f"dataset.source.path={quote(options.file)}"]
     settings += [f"dataset.name={quote(name)}"]
-    roles = (
-        {} if kind == "npz" else {"y": options.y, "client": options.client, "split": options.split}
-    )
-    settings += [f"dataset.source.{role}={quote(v)}" for role, v in roles.items() if v is not None]
+    roles = {"y": options.y, "client": options.client, "split": options.split}
+    named = {role: name for role, name in roles.items() if FILES[kind] and name is not None}
+    settings += [f"dataset.source.{role}={quote(name)}" for role, name in named.items()]
     return [*settings, *options.settings]
 
 

@@ -23,7 +23,7 @@ from fedjax_cfl.runs.labels import find_version
 COMMANDS = {
     "compare": "fedjax_cfl.analysis.compare",
     "doctor": "fedjax_cfl.cli.doctor",
-    "download": "fedjax_cfl.cli.download",
+    "download": "fedjax_cfl.data.datasets.download",
     "list": "fedjax_cfl.cli.names",
     "look": "fedjax_cfl.cli.look",
     "paper": "fedjax_cfl.cli.paper",

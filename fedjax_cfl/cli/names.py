@@ -29,11 +29,6 @@ from fedjax_cfl.errors import InputError, parse_arguments, suggest_nearest, sugg
 from fedjax_cfl.formatting import flatten_settings
 
 BOUNDS = ("centralised", "known_groups", "nonfed")  # of algorithm: methods are compared with them
-# readers of former versions, and what to do instead
-REMOVED = {
-    name: "is read no more; examples/convert/federated.py writes its files as .npz for dataset=npz"
-    for name in ("dataset=tff_hdf5", "dataset=federated_sqlite")
-}
 # options of `dataset` that read one file of the user's own, and whether they name its columns
 FILES = {"csv": True, "jsonl": True, "parquet": True, "npz": False, "npy": False}
 
@@ -186,22 +181,26 @@ def check_option(override: Override) -> None:
     if group == "logger" and isinstance(value, list):  # logger=[tensorboard,wandb]
         several = map(str, value)
     for option in several if options else ():
-        if f"{group}={option}" in REMOVED:
-            raise InputError(f"{group}={option}: {REMOVED[f'{group}={option}']}")
         if option not in options:
-            hint = suggest_reader(option) if group == "dataset" else ""
-            hint = hint or suggest_options(option, options)
+            reader = group == "dataset" and suggest_reader(option)
+            hint = reader or suggest_options(option, options)
             raise InputError(f"{group}={option}: unknown {group}{hint}")
+
+
+def find_reader(path: str) -> str | None:
+    """Returns the option of `dataset` that reads files of a name like this, None: none."""
+    return next((end[1:] for end in Path(path.lower()).suffixes if end[1:] in FILES), None)
 
 
 def suggest_reader(path: str, sure: bool = False) -> str:
     """Returns the rest of a message about a file that is given where none is read: what reads it.
     `sure`: it is a file, also where its name does not say which.
     """
-    kind = next((end[1:] for end in Path(path).suffixes if end[1:] in FILES), None)
+    kind = find_reader(path)
     if kind is None:
-        kinds = ", ".join(FILES)
-        return f"; your own file: dataset=KIND dataset.source.path={path}, {kinds}" * sure
+        return (
+            f"; your own file: dataset=KIND dataset.source.path={path}, {', '.join(FILES)}" * sure
+        )
     column = " dataset.source.y=COLUMN" * FILES[kind]
     return f"; your own file: dataset={kind} dataset.source.path={path}{column}"
 

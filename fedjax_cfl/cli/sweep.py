@@ -87,12 +87,6 @@ def format_index(points: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def holds_sweep(folder: Path, points: Sequence[Mapping[str, Any]]) -> bool:
-    """Returns whether a folder has been begun as the sweep of these points."""
-    index = folder / INDEX_FILE
-    return index.is_file() and index.read_bytes() == format_index(points).encode()
-
-
 # grids
 
 

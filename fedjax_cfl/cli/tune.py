@@ -177,9 +177,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("settings", nargs="+", metavar="KEY=V1,V2", help="as for a sweep")
     parser.add_argument("--out", default="tune", metavar="DIR", help="default: tune")
     parser.add_argument("--share", type=float, default=0.2, help="set apart; default: 0.2")
-    parser.add_argument(
-        "--methods", metavar="A,B+C", help="tune each of these by itself, in a folder of its name"
-    )
+    parser.add_argument("--methods", metavar="A,B+C", help="tune each by itself, in its own folder")
     parser.add_argument("--trial-seeds", type=read_seeds, default=TRIAL_SEEDS, metavar="N,N")
     parser.add_argument("--seeds", type=read_seeds, default=SEEDS, metavar="N,N")
     given = parse_arguments(parser, argv)

@@ -6,6 +6,7 @@ variable FEDJAX_CFL_DATA, then the user's cache folder. What the user put there 
 as it is; only what is downloaded is verified, and it gets its final name after that.
 """
 
+import argparse
 import importlib.util
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import platformdirs
 
 from fedjax_cfl.data.datasets.readers import line_of
-from fedjax_cfl.errors import InputError, suggest_nearest
+from fedjax_cfl.errors import InputError, parse_arguments, suggest_nearest
 
 DATA_ENV_VAR = "FEDJAX_CFL_DATA"
 RETRIES = 2  # of a transfer that breaks off, or of a file that is damaged
@@ -175,6 +176,16 @@ def download(names: str | Iterable[str], base_url: str | None = None) -> dict[st
         name: fetch(name, base_url=base_url)
         for name in ([names] if isinstance(names, str) else names)
     }
+
+
+def main(argv: list[str]) -> int:
+    """`fedjax-cfl download NAME...`: fetches public data sets and says where they are."""
+    described = "Fetch public data sets and verify them by SHA-256."
+    parser = argparse.ArgumentParser(prog="fedjax-cfl download", description=described)
+    parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(list_public()))
+    for name, paths in download(parse_arguments(parser, argv).names).items():
+        print(f"{name}: {', '.join(map(str, paths))}")
+    return 0
 
 
 def _retrieve(path: str, url: str) -> None:
