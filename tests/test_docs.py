@@ -106,15 +106,17 @@ def commands() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
         for line in "\n".join(blocks(page, False)).splitlines():
-            match = re.match(r"(?:.*(?:&& \.venv/bin/|--command=\"|task=1 )|\$ )?fedjax-cfl ", line)
+            match = re.match(r"(?:.*(?:&& \.venv/bin/|--command=\"|task=1 ))?fedjax-cfl ", line)
             if match and not PLACEHOLDER.search(line):
                 rest = line[match.end() :].partition(" #")[0].strip().removesuffix('"')
                 found.append((name_of(page), rest))
     return found
 
 
-def test_there_are_commands():
+def test_there_are_commands_and_they_are_copied_as_they_are():
     assert len(commands()) > 25
+    plain = {name_of(page): "\n".join(blocks(page, False)) for page in PAGES}
+    assert [name for name, text in plain.items() if re.search(r"^\$ ", text, re.M)] == []
 
 
 @pytest.mark.parametrize(("page", "line"), commands())
