@@ -39,7 +39,9 @@ def begin_sweep(line: Line) -> tuple[Path, list[str]]:
     places = [each for each in line.asked if each.key_or_group in ("run_dir", "hydra.sweep.dir")]
     place = [parse_override(time.strftime("run_dir=multirun/%Y%m%d-%H%M%S")), *places][-1]
     folder, points = Path(str(place.value())), list_points(line.choices)
-    if line.configs[0]["resume"] != "never" and holds_sweep(folder, points):
+    index = folder / INDEX_FILE
+    begun = index.is_file() and index.read_bytes() == format_index(points).encode()
+    if begun and line.configs[0]["resume"] != "never":
         refuse_links(folder)
     else:
         check_run_dir(str(folder), "never")
