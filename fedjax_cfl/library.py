@@ -433,4 +433,4 @@ def draw_run(run_dir: str | Path) -> dict[str, "Figure"]:
     from fedjax_cfl.analysis import report as command
     from fedjax_cfl.analysis.runs import read_run
 
-    return command.draw_run(read_run(Path(run_dir).expanduser(), None))
+    return command.draw_run(read_run(Path(run_dir).expanduser()))

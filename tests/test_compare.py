@@ -18,14 +18,15 @@ import yaml
 
 import fedjax_cfl as cfl
 from fedjax_cfl import formatting
-from fedjax_cfl.analysis import compare, pivot, plot, runs, sets
+from fedjax_cfl.analysis import compare, pivot, plot, sets
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.analysis.sets import compare_to_baseline, read_sets, time_to_keep
 from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, list_differences
 from fedjax_cfl.analysis.tables import MEASURES, format_mean
 from fedjax_cfl.errors import InputError
+from fedjax_cfl.runs.display import chance_all_met, describe_met_rule
 from fedjax_cfl.runs.labels import name_parts
-from fedjax_cfl.runs.scoring import chance_all_met, describe_met_rule
+from fedjax_cfl.runs.run_dir import common_folder
 
 NESTED = b"[" * 10_000 + b"]" * 10_000
 
@@ -52,7 +53,6 @@ COMPARE = {
     "overrides a number": (SUMMARY | {"overrides": 5}, None, "no plain text"),
     "overrides of numbers": (SUMMARY | {"overrides": [5]}, None, "no plain text"),
     "seed a list": (SUMMARY | {"seed": [1]}, None, "no plain text"),
-    "a measure of text": (SUMMARY | {"wall_s": "long"}, None, "wall_s is no number"),
     "metrics garbage": (SUMMARY, b"garbage\n{}\n", "metrics.jsonl, line 1"),
     "metrics nested": (SUMMARY, NESTED, "not a JSON object"),
     "round of text": (SUMMARY, b'{"round": "1"}\n{}\n', "metrics.jsonl, line 1"),
@@ -93,18 +93,26 @@ def test_hostile_files_are_refused_in_one_line(name, tmp_path):
     refuses(says, run_of(tmp_path / "run", summary, metrics))
 
 
-def test_other_files_are_refused(tmp_path, monkeypatch):
+def test_other_files_are_refused(tmp_path):
     run = run_of(tmp_path / "run", SUMMARY, None)
-    monkeypatch.setattr(runs, "MAX_RUN_FILE_BYTES", 150)
-    (run / "metrics.jsonl").write_text(json.dumps(ROW) + "\n" * 200)
-    refuses("expected at most 150", run)
     (run / "metrics.jsonl").unlink()
-    refuses("metrics.jsonl: file is missing", run)
+    refuses("no metrics.jsonl in", run)
     (run / "metrics.jsonl").mkdir()
-    refuses("metrics.jsonl: file is missing or no regular file", run)
+    refuses("metrics.jsonl: cannot be read: Is a directory", run)
+    (run / "metrics.jsonl").rmdir()
+    os.mkfifo(run / "metrics.jsonl")  # it would never answer
+    refuses("metrics.jsonl is not a regular file", run)
     (run / "summary.json").unlink()
     (run / "summary.json").mkdir()
-    refuses("summary.json: file is missing or no regular file", run)
+    refuses("summary.json: cannot be read: Is a directory", run)
+
+
+def test_numbers_are_those_of_the_rows(tmp_path):
+    """A summary that was edited says nothing of them."""
+    (row,) = compare.compare(
+        [run_of(tmp_path / "run", SUMMARY | {"wall_s": "long"}, None)], "."
+    ).to_dict("records")
+    assert row["wall_s_mean"] == ROW["wall_s"]
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):
@@ -365,7 +373,7 @@ def test_files_go_where_the_runs_are(swept, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
     assert report([swept / "ifca2digits0"]) == swept / "ifca2digits0" / "report.html"
     monkeypatch.chdir(swept)
-    assert runs.common_folder(["fedavgdigits0", swept / "ifca2digits0"]) == Path(".")
+    assert common_folder(["fedavgdigits0", swept / "ifca2digits0"]) == Path(".")
 
 
 def test_what_others_were_given_says_its_default(swept):

@@ -330,11 +330,10 @@ def test_a_panel_for_each_data_set_and_a_style_for_each_method():
 
 def test_a_group_has_one_colour_in_all_pictures():
     """That of the true group that most of its clients are of, each once."""
-    rows = [{"round": r, "accuracy": 0.5, "group_sizes": [3, 1, 0]} for r in (1, 2)]
     table = {"group": np.array([0, 0, 0, 1, -1]), "concept": np.array([2, 2, 1, 2, 0])}
     palette = make_palette(3)
-    assert colour_groups(rows, table) == [palette[2], palette[1], palette[0]]
-    assert colour_groups(rows, None) == palette
+    assert colour_groups(3, table) == [palette[2], palette[1], palette[0]]
+    assert colour_groups(3, None) == palette
     groups = np.array([[0, 0, 1, 1], [1, 1, 0, 0]])
     # the numbers at the end are those of the other files
     assert flows.match_groups(groups).tolist() == [[1, 1, 0, 0], [1, 1, 0, 0]]

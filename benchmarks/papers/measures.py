@@ -1,10 +1,14 @@
 """The measures of a run that published tables show, beyond those of its summary."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.runs.results import average, rounds_to, summarize_rows, tail_macro_score, to_plain
+from fedjax_cfl.runs.results import rounds_to, summarize_rows, tail_macro_score, to_plain
+from fedjax_cfl.scores import score_of
+
+Rows = list[dict[str, Any]]  # of metrics.jsonl
 
 
 def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -34,3 +38,30 @@ def compute_measures(rows: list[dict[str, Any]]) -> dict[str, Any]:
             for name in ("macro_accuracy", "mean_client_distance", "groups")
         },
     }
+
+
+def average(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of the values that are there, None where none is."""
+    kept = [value for value in values if value is not None]
+    return float(np.mean(kept)) if kept else None
+
+
+def scored_rounds(rows: Rows) -> dict[int, float]:
+    """Returns the score of every evaluation that counts, by its round."""
+    name = score_of(rows).name
+    return {row["round"]: row[name] for row in rows if row.get(name) is not None}
+
+
+def shared_rounds(runs: Iterable[Rows]) -> set[int]:
+    """Returns the rounds whose evaluation counts in every run; runs of which none
+    counts are left out.
+    """
+    scored = [rounds for rounds in map(scored_rounds, runs) if rounds]
+    return set.intersection(*map(set, scored)) if scored else set()
+
+
+def best_over(rows: Rows, rounds: set[int]) -> float | None:
+    """Returns the best score among these rounds, None if none of them counts."""
+    scored = scored_rounds(rows)
+    found = [scored[number] for number in rounds if number in scored]
+    return score_of(rows).pick_best(found) if found else None

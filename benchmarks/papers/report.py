@@ -26,9 +26,8 @@ from fedjax_cfl.runs.results import (
     write_columns,
     write_text,
 )
-from fedjax_cfl.runs.scoring import best_over, scored_rounds, shared_rounds
 from papers.cells import row_columns, source_rows
-from papers.measures import compute_measures
+from papers.measures import best_over, compute_measures, scored_rounds, shared_rounds
 
 FIELDS = ("row", "column", "published", "mean", "sd", "seeds", "rounds", "of_rounds")
 FIELDS += ("evaluations", "shared_best", "shared_evaluations")

@@ -13,11 +13,10 @@ import pandas as pd
 
 from fedjax_cfl.analysis import plot, plot_costs, sets, statistics, tables
 from fedjax_cfl.analysis.pivot import OF_TASK, make_pivot, write_pivot
-from fedjax_cfl.analysis.runs import common_folder
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown, escape_markup
 from fedjax_cfl.runs.results import write_columns, write_text
-from fedjax_cfl.scores import score_of
+from fedjax_cfl.runs.run_dir import common_folder
 
 SPREAD = "mean ± sample standard deviation over seeds"
 
@@ -95,7 +94,7 @@ def compare_runs(
     if target is not None and not target > 0:
         raise InputError(f"target must be a score above 0, as 0.8 of accuracy, not {target}")
     runs = sets.read_sets(paths, target, baseline)
-    shares = [score.words for score in map(score_of, runs["rows"]) if score.percent]
+    shares = [score.words for score in runs["score"] if score.percent]
     if target is not None and target > 1 and shares:
         raise InputError(f"target must be a share in (0, 1], as {shares[0]} is, not {target}")
     print_notes(runs, baseline)
@@ -104,7 +103,7 @@ def compare_runs(
 
 def print_notes(runs: pd.DataFrame, baseline: str | None) -> None:
     """Prints what makes numbers of sets of runs less than they seem."""
-    for label, members in sets.split_sets(runs):
+    for label, members in runs.groupby("label", sort=False):
         if members["seed"].astype(str).duplicated().any():
             print(
                 f"note: {label} holds the same seed more than once (seeds"
@@ -130,7 +129,7 @@ def format_sets(
     """
     shown = {name: m for name, m in tables.MEASURES.items() if runs[name].notna().any()}
     if target is not None and "rounds_to_target" in shown:
-        shares = score_of(runs["rows"].iloc[0]).percent
+        shares = runs["score"].iloc[0].percent
         words = f"rounds to {100 * target:g} %" if shares else f"rounds to RMSE {target:g}"
         shown["rounds_to_target"] = tables.MEASURES["rounds_to_target"]._replace(heading=words)
     lines = [["runs of", "n", *(measure.heading for measure in shown.values())]]

@@ -37,10 +37,11 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "fina
         options = suggest_options(measure, [*OF_TASK, *tables.MEASURES])
         raise InputError(f"--measure {measure}: unknown measure{options}")
     if measure not in (*OF_TASK, *sets.keep_known([measure], runs)):
-        name = sets.score_of_set(runs).name
+        name = runs["score"].iloc[0].name
         raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
     names = {*rows.split("+"), *columns.split("+")}
-    settings = {label: _read_settings(members, names) for label, members in sets.split_sets(runs)}
+    firsts = runs.drop_duplicates("label").set_index("label", drop=False)
+    settings = {label: _read_settings(run, names) for label, run in firsts.iterrows()}
     for axis, each in (("rows", rows), ("columns", columns)):
         for name in each.split("+"):
             if not any(name in of_set for of_set in settings.values()):
@@ -70,9 +71,9 @@ def fill_cells(
     many values and runs, and its rank, see `rank_cells`; a column of several measures has no best.
     `places` are the row and column of each set of runs by its label.
     """
-    members, cells = dict(sets.split_sets(runs)), []
+    members, cells = dict(iter(runs.groupby("label", sort=False))), []
     for cell in sets.list_measures(runs).to_dict("records"):
-        score = sets.score_of_set(members[cell["label"]]).name
+        score = members[cell["label"]]["score"].iloc[0].name
         field = f"{measure}_{score}" if measure in OF_TASK else measure
         found = (cell[f"{field}_{part}"] for part in ("mean", "sd", "n"))
         cells.append((*places[cell["label"]], field, *found, cell["runs"]))
@@ -85,9 +86,8 @@ def fill_cells(
     return table
 
 
-def _read_settings(members: pd.DataFrame, names: set[str]) -> dict[str, Any]:
-    """Returns the settings of a set of runs by name, all that it has of `names` among them."""
-    run = members.iloc[0]
+def _read_settings(run: pd.Series, names: set[str]) -> dict[str, Any]:
+    """Returns the settings of a run by name, all that it has of `names` among them."""
     named = {name: value if pd.notna(value := run.get(name)) else None for name in NAMED}
     return named if names <= {*named} else {**list_settings(run["run_dir"]), **named}
 

@@ -43,21 +43,21 @@ def escape_plot_lines(text: str) -> str:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a figure as PNG."""
-    with results.atomic_write(path) as temporary:
-        figure.savefig(temporary, dpi=110, format="png")
+    """Writes a figure as PNG, SVG or PDF, whatever the path ends in, with texts that stay texts."""
+    kind = path.suffix[1:]
+    # no date and no drawn names: the same runs give the same file
+    when = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    look = {"svg.fonttype": "none", "svg.hashsalt": "fedjax-cfl", "pdf.fonttype": 42}
+    with results.atomic_write(path) as temporary, matplotlib.rc_context(look):
+        figure.savefig(temporary, dpi=110, format=kind, metadata=when)
 
 
 def save_pictures(figure: Figure, stem: Path) -> list[Path]:
-    """Writes a figure as PNG, SVG and PDF, with texts that stay texts; returns the files."""
+    """Writes a figure as PNG, SVG and PDF; returns the files."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in ("png", "svg", "pdf")]
-    with matplotlib.rc_context({"svg.fonttype": "none", "pdf.fonttype": 42}):
-        for path in paths:
-            # no date: the same runs give the same file
-            when = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix)
-            with results.atomic_write(path) as temporary:
-                figure.savefig(temporary, dpi=110, format=path.suffix[1:], metadata=when)
-            figure.set_layout_engine("none")  # it has been laid out
+    for path in paths:
+        save_figure(figure, path)
+        figure.set_layout_engine("none")  # it has been laid out
     return paths
 
 
@@ -143,13 +143,6 @@ def style_axes(axes: Axes, title: str, x: str, y: str) -> None:
         axes.yaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
-def limit_scores(axes: Axes, score: Score) -> None:
-    """Shows all that a score can be: shares from 0 to 1, in percent, errors from 0 on."""
-    axes.set_ylim(0, 1.02 if score.percent else None)
-    if score.percent:
-        format_percent_axis(axes)
-
-
 def format_percent_axis(axes: Axes) -> None:
     """Labels the shares of the y axis in percent, at steps of 1, 2 or 5 times a power
     of ten: 2.5 would need a digit that others do not.
@@ -158,7 +151,7 @@ def format_percent_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(lambda share, _: f"{100 * share:.4g}%")
 
 
-def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
+def _plot_lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> None:
     """Draws fields of rows, by their names; of fields that are equal everywhere one."""
     rounds, drawn = [row["round"] for row in rows], list[tuple[np.ndarray, Line2D]]()
     for (name, label), (colour, dash) in zip(named.items(), line_styles(len(named)), strict=True):
@@ -169,7 +162,7 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
         if same:
             same[0].set_label(f"{same[0].get_label()} = {label}")
             continue
-        look = {"color": colour, "ls": dash, "lw": 1.8, "marker": _marker(rows), "markersize": 4}
+        look = {"color": colour, "ls": dash, "lw": 1.8, "marker": _choose_marker(rows), "ms": 4}
         drawn.append((values, axes.plot(rounds, values, label=label, **look)[0]))
     if not drawn:
         amid = {"transform": axes.transAxes, "ha": "center", "va": "center"}
@@ -177,8 +170,23 @@ def _lines(axes: Axes, rows: list[dict[str, Any]], named: dict[str, str]) -> Non
         axes.set_yticks([])
 
 
-def _marker(rows: list[dict[str, Any]]) -> str:
+def _choose_marker(rows: list[dict[str, Any]]) -> str:
     return "o" if len(rows) <= 20 else ""
+
+
+def _plot_each(
+    axes: Axes, rows: list[dict[str, Any]], field: str, colours: list[Any], name: str
+) -> None:
+    """Adds a line for each group's value of a field, where there are several, to one of all
+    clients, which becomes black.
+    """
+    rounds, values = [row["round"] for row in rows], results.series(rows, field)
+    for line in axes.lines:
+        line.set(color="black", zorder=3)
+    for number, own in enumerate(values.T if values.ndim > 1 and values.shape[1] > 1 else []):
+        look = {"color": colours[number], "lw": 1.1, "ls": DASHES[number % len(DASHES)], "ms": 2}
+        if np.isfinite(own).any():
+            axes.plot(rounds, own, label=f"{name} {number}", marker=_choose_marker(rows), **look)
 
 
 def _plot_score(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
@@ -188,58 +196,47 @@ def _plot_score(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> N
         f"macro_{score.name}": "mean over clients",
         f"worst10_{score.name}": "worst 10 %",
     }
-    _lines(axes, rows, names)
+    _plot_lines(axes, rows, names)
     best, words = results.summarize_rows(rows), ""
     if best["best_round"] is not None:
         value = best[f"best_{score.name}"]
         words = "chosen on validation samples" if "chosen_round" in best else "best over tests"
         words = f"; star: {words}, {score.format(value, 1)} in round {best['best_round']}"
         axes.plot(best["best_round"], value, "*", color="black", markersize=12, zorder=4)
-    limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words}{words}", "round", score.axis)
-
-
-def _group_lines(
-    axes: Axes, rows: list[dict[str, Any]], values: np.ndarray, colours: list[Any], name: str
-) -> None:
-    """Adds a line for each group's values [R, m] to one of all clients, which becomes black."""
-    rounds = [row["round"] for row in rows]
-    for line in axes.lines:
-        line.set(color="black", zorder=3)
-    for number, own in enumerate(values.T if values.ndim > 1 else []):
-        look = {"color": colours[number], "lw": 1.1, "ls": DASHES[number % len(DASHES)]}
-        if np.isfinite(own).any():
-            axes.plot(rounds, own, label=f"{name} {number}", marker=_marker(rows), ms=2, **look)
+    _style_scores(axes, score, words)
 
 
 def _plot_groups(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    _lines(axes, rows, {score_of(rows).name: "all clients"})
-    _plot_each(axes, rows, colours, "group", "group")
+    score = score_of(rows)
+    _plot_lines(axes, rows, {score.name: "all clients"})
+    _plot_each(axes, rows, f"group_{score.name}", colours, "group")
+    _style_scores(axes, score, " of each group")
 
 
 def _plot_concepts(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
     """Draws the score of the clients of each true group, whatever group they are in."""
-    _plot_each(axes, rows, make_palette(len(colours)), "concept", "true group")
-
-
-def _plot_each(
-    axes: Axes, rows: list[dict[str, Any]], colours: list[Any], part: str, name: str
-) -> None:
     score = score_of(rows)
-    _group_lines(axes, rows, results.series(rows, f"{part}_{score.name}"), colours, name)
-    limit_scores(axes, score)
-    style_axes(axes, f"Test {score.words} of each {name}", "round", score.axis)
+    _plot_each(axes, rows, f"concept_{score.name}", make_palette(len(colours)), "true group")
+    _style_scores(axes, score, " of each true group")
+
+
+def _style_scores(axes: Axes, score: Score, words: str) -> None:
+    """Shows all that a score can be: shares from 0 to 1, in percent, errors from 0 on."""
+    axes.set_ylim(0, 1.02 if score.percent else None)
+    if score.percent:
+        format_percent_axis(axes)
+    style_axes(axes, f"Test {score.words}{words}", "round", score.axis)
 
 
 def _plot_agreement(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    _lines(axes, rows, {"ari": "agreement"})
+    _plot_lines(axes, rows, {"ari": "agreement"})
     axes.axhline(0, color="0.8", linewidth=0.8)
     axes.set_ylim(min(-0.05, np.nanmin(results.series(rows, "ari"))), 1.05)
     style_axes(axes, "Found against true groups", "round", "adjusted Rand index")
 
 
 def _plot_loss(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    _lines(axes, rows, {"test_loss": "test", "train_loss": "train"})
+    _plot_lines(axes, rows, {"test_loss": "test", "train_loss": "train"})
     values = np.concatenate([results.series(rows, "test_loss"), results.series(rows, "train_loss")])
     values = values[np.isfinite(values)]
     # a run that diverges would otherwise flatten everything before it
@@ -249,13 +246,14 @@ def _plot_loss(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> No
 
 
 def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]) -> None:
-    groups = results.series(rows, "group_discrepancy")
     # 0: every group had one participant, and the model is its own
     known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
-    _lines(axes, known, {"discrepancy": "all participants"})
-    several = groups.ndim == 2 and groups.shape[1] > 1
-    values = np.where(groups > 0, groups, np.nan) if several else np.empty(0)
-    _group_lines(axes, rows, values, colours, "group")
+    for row in known:
+        row["group_discrepancy"] = [
+            one or None for one in row.get("group_discrepancy") or ()
+        ] or None
+    _plot_lines(axes, known, {"discrepancy": "all participants"})
+    _plot_each(axes, known, "group_discrepancy", colours, "group")
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")
 
 
@@ -282,19 +280,24 @@ def draw_curves(
     differs between them. `table` is clients.parquet, for the colours of groups, see
     `colour_groups`.
     """
-    scored, sizes = score_of(rows).name, results.series(rows, "group_sizes")
-    several, known = (_has_several(rows, f"{part}_{scored}") for part in ("group", "concept"))
+    scored = score_of(rows).name
+    fields = "ari", "discrepancy", "group_sizes", f"group_{scored}", f"concept_{scored}"
+    found = {field: results.series(rows, field) for field in ("test_loss", "train_loss", *fields)}
+    known = {field for field, values in found.items() if np.isfinite(values).any()}
+    counts = {field: values.shape[1] for field, values in found.items() if values.ndim > 1}
+    several, concepts = (1 < counts.get(f, 0) <= MOST_GROUPS and f in known for f in fields[3:])
     kept = {
         _plot_score: True,
-        _plot_loss: _is_known(rows, "test_loss") or _is_known(rows, "train_loss"),
+        _plot_loss: bool(known & {"test_loss", "train_loss"}),
         _plot_groups: several,
-        _plot_concepts: known,
-        _plot_agreement: several and _is_known(rows, "ari"),
-        _plot_discrepancy: _is_known(rows, "discrepancy"),
-        _plot_sizes: sizes.ndim == 2 and sizes.shape[1] > 1,
+        _plot_concepts: concepts,
+        _plot_agreement: several and "ari" in known,
+        _plot_discrepancy: "discrepancy" in known,
+        _plot_sizes: counts.get("group_sizes", 0) > 1,
     }
     draws = [draw for draw, wanted in kept.items() if wanted]
-    height, colours = -(-len(draws) // 2), colour_groups(rows, table)
+    height = -(-len(draws) // 2)
+    colours = colour_groups(max([1, *counts.values()]), table)
     figure = new_figure(13, 4.25 * height, name, fontsize=14)
     grid = figure.add_gridspec(height, 2)
     for number, draw in enumerate(draws):
@@ -309,13 +312,12 @@ def draw_curves(
     return figure
 
 
-def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | None) -> list[Any]:
-    """Returns the colours of groups by their numbers: of a found group that of the true group that
-    most of its clients are in at the end, each once; where true groups are unknown its own.
+def colour_groups(count: int, table: dict[str, np.ndarray] | None) -> list[Any]:
+    """Returns the colours of `count` groups or more, by their numbers: of a found group that of the
+    true group that most of its clients are in at the end, each once; where true groups are unknown
+    its own.
     """
-    fields = ("group_sizes", f"group_{score_of(rows).name}", f"concept_{score_of(rows).name}")
-    shapes = [results.series(rows, field).shape for field in fields]
-    count, given = max([1, *(shape[1] for shape in shapes if len(shape) > 1)]), dict[int, int]()
+    given = dict[int, int]()
     if table is not None:
         known = np.stack([table["group"], table["concept"]], axis=1)
         known = known[(known >= 0).all(1)]
@@ -331,17 +333,6 @@ def colour_groups(rows: list[dict[str, Any]], table: dict[str, np.ndarray] | Non
         free.remove(given[group])
     palette = make_palette(count)
     return [palette[given[group]] for group in range(count)]
-
-
-def _is_known(rows: list[dict[str, Any]], name: str) -> bool:
-    return bool(np.isfinite(results.series(rows, name)).any())
-
-
-def _has_several(rows: list[dict[str, Any]], name: str) -> bool:
-    """Returns whether rows have a value for each of several groups, not too many to be drawn."""
-    values = results.series(rows, name)
-    several = values.ndim == 2 and 1 < values.shape[1] <= MOST_GROUPS
-    return several and bool(np.isfinite(values).any())
 
 
 def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> None:

@@ -14,7 +14,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
 from fedjax_cfl.analysis import plot
-from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 
 MARKERS = "osD^"  # of each of `DASHES`
 SHORT = 26  # letters of a name that stands at the end of its line
@@ -105,12 +104,11 @@ def has_own_shape(runs: pd.DataFrame, cost: Cost) -> bool:
     """Returns whether a round costs some method a tenth more than another on the same data: else
     curves against this cost are those against rounds.
     """
-    for same in split_data(runs).values():
-        paid = [last_cost(rows, cost) / rows[-1]["round"] for rows in same["rows"] if rows]
-        means = pd.Series(paid).groupby(same["label"][same["rows"].map(bool)].to_numpy()).mean()
-        if means.max() > 1.1 * means.min():
-            return True
-    return False
+    paid = [
+        last_cost(rows, cost) / rows[-1]["round"] if rows else math.nan for rows in runs["rows"]
+    ]
+    means = runs.assign(paid=paid).groupby(["data", "label"])["paid"].mean().groupby("data")
+    return bool((means.max() > 1.1 * means.min()).any())
 
 
 def draw_costs(runs: pd.DataFrame) -> Figure:
@@ -118,7 +116,7 @@ def draw_costs(runs: pd.DataFrame) -> Figure:
     more than another, a line with a band of one sd over seeds for each set of runs; a row of panels
     for each data set, partition and model. A method's line looks the same in all.
     """
-    data, others = split_data(runs), [choose_communication(runs), STEPS, TIME]
+    data, others = runs.groupby("data", sort=False), [choose_communication(runs), STEPS, TIME]
     costs = [ROUNDS, *(cost for cost in others if has_own_shape(runs, cost))]
     shape = (2, 2) if len(costs) == 4 and len(data) == 1 else (len(data), len(costs))
     figure = plot.new_figure(13, 0.6 + 3.9 * shape[0])
@@ -127,11 +125,11 @@ def draw_costs(runs: pd.DataFrame) -> Figure:
     labels = list(runs[column].unique())
     styles, lines = dict(zip(labels, plot.line_styles(len(labels)), strict=True)), {}
     short = len(labels) <= plot.MOST_NAMED and max(map(len, labels)) <= SHORT
-    for (name, same), row in zip(data.items(), panels.reshape(len(data), -1), strict=True):
+    for (name, same), row in zip(data, panels.reshape(len(data), -1), strict=True):
         for cost, axes in zip(costs, row, strict=True):
             drawn = _draw_panel(axes, same, cost, column, styles)
             lines |= drawn
-            score = score_of_set(same)
+            score = same["score"].iloc[0]
             words = f"{score.words[0].upper()}{score.words[1:]}"
             heading = f"{words} against {cost.heading.partition(',')[0]}"
             heading += f", {name}" if name and cost is ROUNDS else ""
@@ -154,8 +152,8 @@ def _draw_panel(
     axes: Axes, runs: pd.DataFrame, cost: Cost, column: str, styles: dict[str, tuple]
 ) -> dict[str, Line2D]:
     """Draws the sets of runs that count a cost; returns their lines by name, that in `column`."""
-    name, lines = score_of_set(runs).name, {}
-    for _, members in split_sets(runs):
+    name, lines = runs["score"].iloc[0].name, {}
+    for _, members in runs.groupby("label", sort=False):
         if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
             continue  # it was not counted
         label, rows = members[column].iloc[0], list(members["rows"])

@@ -2,7 +2,7 @@
 against true groups, and how alike the clients of a group are.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -22,13 +22,11 @@ SHOWN_CLIENTS = 300  # of a matrix of similarities
 SNAPSHOTS = 16  # columns of an alluvial plot that can be told apart
 UNKNOWN, LOST = "0.88", "0.5"
 GAP, BAR = 0.025, 0.1  # between groups, of the height of all clients; a column's share of its room
-
-
-class Node(NamedTuple):
-    """A group at a snapshot: where it lies, as shares of all clients."""
-
-    bottom: float
-    height: float
+# by field of a row: marker, its face and words: no colour, which would be a class
+EVENTS = {
+    "shifted_clients": ("v", "black", "clients' data changed"),
+    "migrated_clients": ("D", "white", "clients moved by the server"),
+}
 
 
 def draw_alluvial(
@@ -41,110 +39,117 @@ def draw_alluvial(
     """
     if not flows.has_groups(found.groups):
         return None
-    followed = flows.match_groups(found.groups)
-    classes, shares = flows.choose_classes(found, followed, labels), flows.count_moves(followed)
-    below = {
-        _draw_scores: 1.3 * any(np.isfinite(series(rows, n)).any() for n in _name_scores(rows)),
-        _draw_moves: 0.9 * bool(shares.any()),
-    }
-    below = {draw: height for draw, height in below.items() if height}
-    figure = plot.new_figure(12, 5.0 + sum(below.values()), title)
-    above, *panels = figure.subplots(
-        1 + len(below), 1, sharex=True, height_ratios=[5, *below.values()], squeeze=False
+    followed, rounds = flows.match_groups(found.groups), found.rounds
+    classes, moved = flows.choose_classes(found, followed, labels), flows.count_moves(followed)
+    score, spacing = score_of(rows), float(np.diff(rounds).min(initial=max(1, np.ptp(rounds))))
+    scores = {name: series(rows, name) for name in ("ari", *[score.name] * score.percent)}
+    scores = {name: values for name, values in scores.items() if np.isfinite(values).any()}
+    heights = [5, *[1.3] * bool(scores), *[0.9] * bool(moved.any())]
+    figure = plot.new_figure(12, sum(heights), title)
+    above, *below = figure.subplots(
+        len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
     )[:, 0]
-    chosen = flows.choose_snapshots(len(found.rounds), SNAPSHOTS)
+    chosen = flows.choose_snapshots(len(rounds), SNAPSHOTS)
     palette = plot.make_palette(1 + max(followed.max(), *classes.values, 0))
     colours = [palette[value] for value in classes.values]
     colours += [LOST] * (len(classes.names) - len(colours))
     colours.append(UNKNOWN)  # of class -1
-    drawn = _draw_flows(above, found.rounds[chosen], followed[chosen], classes, chosen, colours)
-    shown = f"{len(chosen)} of {len(found.rounds)} evaluations"
-    shown += "" if shares.any() else "; no client moved from one group to another"
-    _mark_events(above, rows, drawn)
-    plot.style_axes(
-        above, f"Clients by group ({found.clients.size:,} clients, {shown})", "", "clients"
-    )
+    kinds, width = classes.numbers[chosen], BAR * spacing / 2
+    bottom = _draw_flows(above, rounds[chosen], followed[chosen], kinds, colours, width)
+    handles: dict[str, Any] = {
+        n: Patch(color=c) for n, c in zip(classes.names, colours, strict=False)
+    }
+    unmet, unknown = (found.groups < 0).any(), (classes.numbers < 0).any()
+    if unmet or unknown:
+        words = f"no model yet{', or unknown' * bool(unknown)}" if unmet else "true group unknown"
+        handles[words] = Patch(color=UNKNOWN)
+    handles |= _mark_events(above, rows, bottom)
+    shown = f"{len(chosen)} of {len(rounds)} evaluations"
+    shown += "" if moved.any() else "; no client moved from one group to another"
+    heading = f"Clients by group ({found.clients.size:,} clients, {shown})"
+    plot.style_axes(above, heading, "", "clients")
     above.grid(visible=False)
-    for draw, axes in zip(below, panels, strict=True):
-        draw(axes, rows) if draw is _draw_scores else draw(axes, found.rounds, shares)
-    first, last = found.rounds[0], found.rounds[-1]
-    room = max(_find_spacing(found.rounds) / 2, 0.01 * float(last - first))
-    above.set_xlim(first - room, last + room)
+    if scores:
+        _draw_scores(below[0], rows, scores)
+    if moved.any():
+        below[-1].bar(rounds, 100 * moved, 0.8 * spacing, color="0.4")
+        below[-1].set_ylim(0, max(5.0, 105 * float(moved.max())))
+        plot.style_axes(below[-1], "", "", "moved, %")
+    room = max(spacing / 2, 0.01 * float(np.ptp(rounds)))
+    above.set_xlim(rounds[0] - room, rounds[-1] + room)
     # behind `style_axes`, which has ticks of its own: rounds of the columns
     above.set_yticks([])
-    [above, *panels][-1].set_xlabel("round", fontsize=11)
-    above.set_xticks(found.rounds[chosen[:: 1 + (len(str(last)) > 3)]])
-    handles = _legend(classes, colours, rows, bool((found.groups < 0).any()))
+    [above, *below][-1].set_xlabel("round", fontsize=11)
+    above.set_xticks(rounds[chosen[:: 1 + (len(str(rounds[-1])) > 3)]])
     plot.add_legend(figure, [*handles.values()], [*handles], 5)
     return figure
-
-
-def _find_spacing(rounds: np.ndarray) -> float:
-    return float(np.diff(rounds).min(initial=max(1, rounds[-1] - rounds[0])))
-
-
-def _place_nodes(groups: np.ndarray) -> dict[int, Node]:
-    """Returns where the groups of a snapshot lie: by number from the top, clients without a
-    group at the bottom.
-    """
-    counts = dict(zip(*np.unique(groups, return_counts=True), strict=True))
-    nodes, top = {}, 1.0
-    for group in sorted(counts, key=lambda group: (group < 0, group)):
-        height = counts[group] / groups.size
-        nodes[int(group)] = Node(top - height, height)
-        top -= height + GAP
-    return nodes
 
 
 def _draw_flows(
     axes: Axes,
     rounds: np.ndarray,
     groups: np.ndarray,
-    classes: flows.Classes,
-    chosen: np.ndarray,
+    kinds: np.ndarray,
     colours: list[Any],
+    width: float,
 ) -> float:
-    """Draws groups [T, S] and the flows between them; returns the bottom of all."""
-    kinds, size = classes.numbers[chosen], groups.shape[1]
-    nodes = [_place_nodes(row) for row in groups]
-    width = BAR * _find_spacing(rounds) / 2
-    for column in range(len(rounds) - 1):
-        found = flows.count_flows(groups[column], groups[column + 1], kinds[column + 1])
-        found["share"] = found["clients"] / size
-        left = _stack(found, "source", "target", nodes[column])
-        right = _stack(found, "target", "source", nodes[column + 1])
-        bands = [
-            _band(rounds[column] + width, rounds[column + 1] - width, *band)
-            for band in zip(left, right, found["share"], strict=True)
-        ]
+    """Draws groups [T, S] as bars, each with the classes `kinds` [T, S] of its clients, from the
+    top by number, clients without a group at the bottom; and the flows between them. Returns the
+    bottom of all. `width` is half that of a bar.
+    """
+    column = np.repeat(np.arange(len(groups)), groups.shape[1])
+    clients = pd.DataFrame({"column": column, "group": groups.ravel(), "kind": kinds.ravel()})
+    clients["unmet"] = clients["group"] < 0  # they lie below the others
+    bars = (
+        clients.groupby(["column", "unmet", "group", "kind"]).size().rename("share").reset_index()
+    )
+    bars["share"] /= groups.shape[1]
+    nodes = bars.groupby(["column", "group"], sort=False, as_index=False)["share"].sum()
+    nodes["top"] = 1 - _add_before(nodes, ["column"]) - GAP * nodes.groupby("column").cumcount()
+    tops = nodes.set_index(["column", "group"])["top"]
+    bars["top"] = bars.join(tops, on=["column", "group"])["top"] - _add_before(
+        bars, ["column", "group"]
+    )
+    for number in range(len(groups) - 1):
+        found = flows.count_flows(groups[number], groups[number + 1], kinds[number + 1])
+        found["share"] = found["clients"] / groups.shape[1]
+        left = _stack(found, "source", "target", tops[number])
+        right = _stack(found, "target", "source", tops[number + 1])
+        ends = rounds[number] + width, rounds[number + 1] - width
+        bands = [_band(*ends, *each) for each in zip(left, right, found["share"], strict=True)]
         stays = found["source"] == found["target"]
         # few movers must not vanish behind many who stay
         for some, alpha in ((stays, 0.35), (~stays, 0.7)):
             outlines = [bands[n] for n in np.flatnonzero(some)]
             faces = [colours[kind] for kind in found["kind"][some]]
             axes.add_collection(PolyCollection(outlines, fc=faces, alpha=alpha, linewidths=0))
-    for column, at in enumerate(rounds):
-        _draw_column(axes, at, width, groups[column], kinds[column], nodes[column], colours)
-    for group, node in nodes[-1].items():
-        if group >= 0 and node.height > 0.02:
-            text = f" group {group}"
-            axes.text(rounds[-1] + width, node.bottom + node.height / 2, text, va="center")
-    bottom = min(node.bottom for column in nodes for node in column.values())
+    shades = [UNKNOWN if bar.group < 0 else colours[bar.kind] for bar in bars.itertuples()]
+    axes.bar(rounds[bars["column"]], -bars["share"], 2 * width, bars["top"], color=shades, lw=0)
+    outline = {"fill": False, "ec": "0.2", "lw": 0.6}
+    axes.bar(rounds[nodes["column"]], -nodes["share"], 2 * width, nodes["top"], **outline)
+    last = nodes[nodes["column"] == len(groups) - 1]
+    for node in last[(last["group"] >= 0) & (last["share"] > 0.02)].itertuples():
+        place = rounds[-1] + width, node.top - node.share / 2
+        axes.text(*place, f" group {node.group}", va="center")
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
+    bottom = float((nodes["top"] - nodes["share"]).min())
     axes.set_ylim(bottom - 0.01, 1.08)
     return bottom
 
 
-def _stack(found: pd.DataFrame, side: str, other: str, nodes: dict[int, Node]) -> pd.Series:
+def _stack(found: pd.DataFrame, side: str, other: str, tops: pd.Series) -> pd.Series:
     """Returns the top of each flow on its node at one `side`, where flows lie by the `other` one,
-    those of clients without a group at the bottom.
+    those of clients without a group at the bottom; `tops` are those of the nodes.
     """
     unknown = found[other] < 0
     placed = found.assign(unknown=unknown).sort_values([side, "unknown", other, "kind"])
-    above = placed.groupby(side)["share"].cumsum() - placed["share"]
-    tops = {group: node.bottom + node.height for group, node in nodes.items()}
-    return (placed[side].map(tops) - above).sort_index()
+    return (placed[side].map(tops) - _add_before(placed, [side])).sort_index()
+
+
+def _add_before(table: pd.DataFrame, by: list[str]) -> pd.Series:
+    """Returns the sum of the shares that stand before each row of the same `by`."""
+    return table.groupby(by)["share"].cumsum() - table["share"]
 
 
 def _band(left: float, right: float, a: float, b: float, height: float) -> np.ndarray:
@@ -154,91 +159,33 @@ def _band(left: float, right: float, a: float, b: float, height: float) -> np.nd
     return np.column_stack([np.concatenate([x, x[::-1]]), np.concatenate([y, y[::-1] - height])])
 
 
-def _draw_column(
-    axes: Axes,
-    at: float,
-    width: float,
-    groups: np.ndarray,
-    kinds: np.ndarray,
-    nodes: dict[int, Node],
-    colours: list[Any],
-) -> None:
-    """Draws the groups of a snapshot as bars, each with the classes of its clients."""
-    for group, node in nodes.items():
-        values, counts = np.unique(kinds[groups == group], return_counts=True)
-        top = node.bottom + node.height
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            height = count / groups.size
-            colour = UNKNOWN if group < 0 else colours[value]
-            axes.bar(at, -height, 2 * width, top, color=colour, linewidth=0)
-            top -= height
-        axes.bar(at, node.height, 2 * width, node.bottom, fill=False, ec="0.2", lw=0.6)
-
-
-def list_events(rows: list[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns the rounds of evaluations before which clients' data changed, and before
-    which the server moved clients to other groups.
+def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> dict[str, Line2D]:
+    """Marks evaluations before which clients' data changed, or the server moved clients to other
+    groups; returns the legend's handles of what there is.
     """
-    rounds = np.array([row["round"] for row in rows])
-    names = {"drift": "shifted_clients", "regrouping": "migrated_clients"}
-    return {name: rounds[np.nan_to_num(series(rows, key)) > 0] for name, key in names.items()}
+    handles, rounds = {}, np.array([row["round"] for row in rows])
+    for level, (field, (marker, face, words)) in enumerate(EVENTS.items()):
+        marked = rounds[np.nan_to_num(series(rows, field)) > 0]
+        height, look = np.full(len(marked), 1.03 + 0.035 * level), {"marker": marker, "mfc": face}
+        axes.plot(marked, height, mec="black", markersize=5, ls="none", **look)
+        if len(marked) <= SNAPSHOTS:
+            axes.vlines(marked, bottom, height, color="black", linewidth=0.6, linestyle=":")
+        if marked.size:
+            handles[words] = Line2D([], [], mec="black", ls="none", **look)
+    return handles
 
 
-MARKS = {  # marker, face and words: no colour, which would be a class
-    "drift": ("v", "black", "clients' data changed"),
-    "regrouping": ("D", "white", "clients moved by the server"),
-}
-
-
-def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> None:
-    for level, (name, rounds) in enumerate(list_events(rows).items()):
-        marker, face, _ = MARKS[name]
-        height = np.full(len(rounds), 1.03 + 0.035 * level)
-        axes.plot(rounds, height, marker, mfc=face, mec="black", markersize=5, linestyle="none")
-        if len(rounds) <= SNAPSHOTS:
-            axes.vlines(rounds, bottom, height, color="black", linewidth=0.6, linestyle=":")
-
-
-def _name_scores(rows: list[dict[str, Any]]) -> tuple[str, ...]:
-    return ("ari", score_of(rows).name) if score_of(rows).percent else ("ari",)
-
-
-def _draw_scores(axes: Axes, rows: list[dict[str, Any]]) -> None:
-    """Draws what is a share of 1: accuracy and ARI, as far as they are known."""
-    rounds, lines = [row["round"] for row in rows], []
-    for name in _name_scores(rows):
-        values, mark = series(rows, name), "o" if len(rows) <= 20 else ""
+def _draw_scores(axes: Axes, rows: list[dict[str, Any]], scores: dict[str, np.ndarray]) -> None:
+    """Draws what is a share of 1, accuracy and ARI."""
+    rounds, mark, lines = [row["round"] for row in rows], "o" if len(rows) <= 20 else "", []
+    for name, values in scores.items():
         look: dict[str, Any] = {"color": "black", "label": score_of(rows).words}
         if name == "ari":
             look = {"color": "#0072B2", "label": "ARI", "ls": "--"}
-        if np.isfinite(values).any():
-            lines += axes.plot(rounds, values, marker=mark, ms=3, **look)
+        lines += axes.plot(rounds, values, marker=mark, ms=3, **look)
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.02)
     plot.style_axes(axes, "", "", "score")
     plot.label_ends(axes, lines)
-
-
-def _draw_moves(axes: Axes, rounds: np.ndarray, shares: np.ndarray) -> None:
-    axes.bar(rounds, 100 * shares, 0.8 * _find_spacing(rounds), color="0.4")
-    axes.set_ylim(0, max(5.0, 105 * float(shares.max(initial=0))))
-    plot.style_axes(axes, "", "", "moved, %")
-
-
-def _legend(
-    classes: flows.Classes, colours: list[Any], rows: list[dict[str, Any]], unmet: bool
-) -> dict[str, Any]:
-    handles: dict[str, Any] = {
-        n: Patch(color=c) for n, c in zip(classes.names, colours, strict=False)
-    }
-    unknown = bool((classes.numbers < 0).any())
-    if unmet or unknown:
-        words = f"no model yet{', or unknown' * unknown}" if unmet else "true group unknown"
-        handles[words] = Patch(color=UNKNOWN)
-    for name, rounds in list_events(rows).items():
-        if rounds.size:
-            marker, face, text = MARKS[name]
-            handles[text] = Line2D([], [], marker=marker, mfc=face, mec="black", linestyle="none")
-    return handles
 
 
 # at the end

@@ -19,11 +19,10 @@ import pandas as pd
 from scipy import stats
 
 from fedjax_cfl.analysis import statistics, tables
-from fedjax_cfl.analysis.runs import common_folder
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_markdown
 from fedjax_cfl.runs.results import write_columns, write_text
-from fedjax_cfl.runs.run_dir import check_writable
+from fedjax_cfl.runs.run_dir import check_writable, common_folder
 
 INTERVAL = 0.9  # level of the intervals of mean ranks
 LEVEL = 0.05  # of the critical difference

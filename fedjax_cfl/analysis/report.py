@@ -17,19 +17,20 @@ import jinja2
 import numpy as np
 import pandas as pd
 from markupsafe import Markup, escape
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
 from fedjax_cfl.analysis import compare, flows, pivot, plot, plot_costs, sets, statistics, tables
 from fedjax_cfl.analysis.plot_groups import draw_alluvial, draw_final_groups
-from fedjax_cfl.analysis.runs import DATA, common_folder, list_settings
+from fedjax_cfl.analysis.runs import DATA, list_settings
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
-from fedjax_cfl.runs.results import CLIENTS_FILE, SUMMARY_FILE, read_clients, to_plain, write_text
-from fedjax_cfl.runs.run_dir import check_writable
-from fedjax_cfl.scores import SCORES, score_of
+from fedjax_cfl.runs.results import CLIENTS_FILE, SUMMARY_FILE, read_clients, write_text
+from fedjax_cfl.runs.run_dir import check_writable, common_folder
+from fedjax_cfl.scores import SCORES
 
 MAX_CLIENTS = 20_000  # in the tables of a page; of more, so many are drawn
 MAX_PICTURED = 20  # runs with pictures of their own; of more, the first of each set
@@ -122,25 +123,20 @@ def write_report(
     try:
         if out is not None:
             drawn = follow(list(found.figures.items()), "writing pictures")
-            images = {name: to_png(figure) for name, figure in drawn}
-            text, before = render(found, images), Path(out).exists()
+            text = render(found, {name: to_png(figure) for name, figure in drawn})
+            verb, count = "replaced" if Path(out).exists() else "wrote", len(found.runs)
             write_text(out, text)
-            size, runs = len(text.encode()) / 1e6, len(found.runs)
-            verb = "replaced" if before else "wrote"
-            print(f"{verb} {out}: {runs} run{'s' * (runs > 1)}, {size:.1f} MB")
+            size = len(text.encode()) / 1e6
+            print(f"{verb} {out}: {count} run{'s' * (count > 1)}, {size:.1f} MB")
         if pictures is not None:
             written = folder = Path(pictures)
             folder.mkdir(parents=True, exist_ok=True)
             before = {path.name for path in folder.iterdir()}
-            files = [
-                path.name
-                for name, figure in follow(list(found.figures.items()), "writing pictures")
-                for path in plot.save_pictures(figure, folder / name)
-            ]
+            drawn = follow(list(found.figures.items()), "writing pictures")
+            files = [f.name for n, figure in drawn for f in plot.save_pictures(figure, folder / n)]
             kept = len(before.intersection(files))
             replaced = f" ({kept} files replaced)" if kept else ""
-            count = f"{len(found.figures)} pictures as PNG, SVG and PDF"
-            print(f"wrote {count} in {folder}{replaced}")
+            print(f"wrote {len(found.figures)} pictures as PNG, SVG and PDF in {folder}{replaced}")
     except OSError as error:
         raise InputError(f"{written}: cannot be written ({error.strerror})") from None
     return None if out is None else Path(out)
@@ -206,7 +202,6 @@ def list_clients(
     """Returns the table of clients as plain columns: those of clients.parquet that hold something,
     the most frequent label and how often the client changed its group.
     """
-    chosen = sample_clients(len(table["client"]), most, 0)
     columns = {name: values for name, values in table.items() if values.ndim == 1}
     if "labels" in table:
         labels = table["labels"]
@@ -214,18 +209,13 @@ def list_clients(
     if found is not None and found.clients.size == len(table["client"]):
         followed = flows.match_groups(found.groups)
         columns["moves"] = ((followed[1:] != followed[:-1]) & (followed[:-1] >= 0)).sum(0)
-    words = {name: name.replace("_", " ") for name in columns} | {"concept": "true group"}
     unknown = [n for n in ("concept", "most_frequent_label") if np.all(columns.get(n, 0) == -1)]
-    plain = {words[n]: to_plain(v[chosen]) for n, v in columns.items() if n not in unknown}
-    plain["client"] = [escape_text(name) for name in plain["client"]]
-    return {
-        "names": list(plain),
-        "rows": [
-            [round(value, 4) if isinstance(value, float) else value for value in row]
-            for row in zip(*plain.values(), strict=True)
-        ],
-        "all": len(table["client"]),
-    }
+    frame = pd.DataFrame(columns).drop(columns=[n for n in unknown if n in columns])
+    shown = frame.iloc[sample_clients(len(frame), most, 0)].replace([np.inf, -np.inf], np.nan)
+    shown["client"] = shown["client"].map(escape_text)
+    names = [{"concept": "true group"}.get(name, name.replace("_", " ")) for name in shown]
+    rows = [list(row.values()) for row in tables.list_records(shown.round(4))]
+    return {"names": names, "rows": rows, "all": len(frame)}
 
 
 def draw_run(run: dict[str, Any]) -> dict[str, Figure]:
@@ -243,9 +233,10 @@ def draw_run(run: dict[str, Any]) -> dict[str, Figure]:
 
 def to_png(figure: Figure) -> bytes:
     """Returns a figure as a PNG of few colours, a third of the size."""
-    held, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(held, dpi=DPI, format="png")
-    picture = Image.open(held).convert("RGB")
+    canvas, small = FigureCanvasAgg(figure), io.BytesIO()
+    figure.set_dpi(DPI)
+    canvas.draw()
+    picture = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     # also colours of few pixels, which a colour bar has; kmeans brings those of many back
     picture = picture.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, kmeans=1)
     picture.save(small, "PNG", optimize=True)
@@ -275,11 +266,14 @@ def render(found: ReportData, images: dict[str, bytes]) -> str:
         facts=list_facts(runs),
         command=hide_path(join_overrides([each for each in runs.get("asked", []) if each == each])),
         spread=compare.SPREAD,
-        scored=[score for score in SCORES if score in map(score_of, runs["rows"])],
+        scored=[score for score in SCORES if score in [*runs["score"]]],
         matrix=grid,
         matrix_note="" if matrix is None else pivot.describe(matrix),
         results=compare.format_sets(runs, sets.list_measures(runs)),
-        sets=[(hide_path(label), len(members)) for label, members in sets.split_sets(runs)],
+        sets=[
+            (hide_path(label), count)
+            for label, count in runs["label"].value_counts(sort=False).items()
+        ],
         chosen=bool(runs["chosen_round"].notna().any()),
         paired=[tables.MEASURES[name].heading for name in sets.keep_known(statistics.PAIRED, runs)],
         # what all runs have in common of their data
@@ -296,10 +290,9 @@ def make_matrix(runs: pd.DataFrame) -> pd.DataFrame | None:
     """Returns the final scores of methods by data sets, see `pivot.fill_cells`, None: of one data
     set, or where a method has several sets of runs on one.
     """
-    data = {label: name for name, same in sets.split_data(runs).items() for label in same["label"]}
-    methods = dict(zip(runs["label"], runs["method"], strict=True))
-    places = {label: (hide_path(methods[label]), name) for label, name in data.items()}
-    alone = len({*data.values()}) < 2 or len({*places.values()}) < len(places)
+    named = runs[["label", "method", "data"]].drop_duplicates("label").itertuples(index=False)
+    places = {label: (hide_path(method), data) for label, method, data in named}
+    alone = runs["data"].nunique() < 2 or len({*places.values()}) < len(places)
     return None if alone else pivot.fill_cells(runs, places, "final")
 
 

@@ -2,7 +2,6 @@
 run of `read_run`. Their files are checked, for they may have been edited or be of something else.
 """
 
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,28 +9,16 @@ from typing import Any, Literal
 
 import pandas as pd
 
+from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.formatting import escape_text, flatten_settings
 from fedjax_cfl.runs import results
 from fedjax_cfl.runs.labels import is_execution, name_parts, parse_overrides
-from fedjax_cfl.runs.scoring import scored_rounds
-from fedjax_cfl.scores import SCORES
+from fedjax_cfl.runs.regular_files import refuse_damage
 from fedjax_cfl.validation import check_value
 
 IDENTITY = ("algorithm", "dataset", "partition", "model", "preset")
 DATA = ("dataset", "partition", "model")  # what runs must share to be compared
-# what is read from a summary
-NUMBERS = (
-    *(
-        f"{part}_{score.name}"
-        for score in SCORES
-        for part in ("best", "final", "last10_evals", "macro", "worst10")
-    ),
-    *(name for score in SCORES[1:] for name in score.measured),
-    "ari", "rounds_to_target", "units", "wall_s", "accuracy", "discrepancy", "units_down",
-    "units_up", "bytes_down", "bytes_up", "local_steps", "sim_time_s",
-)  # fmt: skip
-MAX_RUN_FILE_BYTES = 2**28  # of a file; as Python objects it takes up to twenty times that
 SETTINGS_FILE = Path(".hydra", "config.yaml")
 MADE_OF = "made_of."  # begins the names of the values that parts of a run from Python are made of
 ARRAY = re.compile(r"\w+\[[\d, ]*\] [0-9a-f]{16}")  # among them: of a seed's data, not a setting
@@ -53,7 +40,7 @@ def load_runs(
     folders = list_paths(folders)
     parts = []
     for run_dir in find_runs(folders):
-        run = read_run(run_dir, None)
+        run = read_run(run_dir)
         named = {name: run.get(name) for name in (*IDENTITY, "seed")}
         known = {"run": str(run_dir), **list_settings(run_dir), **run["overrides"], **named}
         if per == "client":
@@ -99,17 +86,6 @@ def sort_naturally(paths: Iterable[Path]) -> list[Path]:
     return sorted(paths, key=lambda path: [(p.zfill(9), p) for p in re.split(r"(\d+)", str(path))])
 
 
-def common_folder(paths: Iterable[str | Path]) -> Path:
-    """Returns the folder that all of `paths` lie in, or are: files about runs go there unless
-    another is named.
-    """
-    each = [*map(Path, paths)]
-    if len(each) == 1:
-        return each[0]
-    folder = Path(os.path.commonpath([path.absolute() for path in each]))
-    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-
-
 def find_runs(paths: Iterable[str | Path]) -> list[Path]:
     """Returns the finished runs at or below `paths`, in the order of these and of their names, each
     once; prints which are left out because they are unfinished.
@@ -136,50 +112,49 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
         [*skipped.values()][not evaluated].append(begun[run_dir])
     for what, names in skipped.items():
         if names:
-            count = f"{len(names)} run{'s' * (len(names) > 1)}"
-            said = f"skipped, unfinished: {count} with {what}: {', '.join(names)}"
-            print(escape_text(said), flush=True)
+            count = f"{len(names)} run{'s' * (len(names) > 1)} with {what}"
+            print(escape_text(f"skipped, unfinished: {count}: {', '.join(names)}"), flush=True)
     if not finished:
         where = ", ".join(repr(str(path)) for path in paths)
         raise InputError(f"no finished run ({results.SUMMARY_FILE}) in {where}")
     return [*finished]
 
 
-def read_run(run_dir: Path, target: float | None) -> dict[str, Any]:
+def read_run(run_dir: Path) -> dict[str, Any]:
     """Returns a run's rows, numbers, names and what the command line or its caller changed.
 
-    `rounds_to_target` is the first round that reaches the `target`, an accuracy or an RMSE, None
-    if none does. Raises InputError for files that no run wrote.
+    Of the summary it has the names alone; all that is measured is from the rows. Raises InputError
+    for files that no run wrote.
     """
-    summary_file, metrics_file = run_dir / results.SUMMARY_FILE, run_dir / results.METRICS_FILE
-    summary = results.read_summary(_check_file(summary_file).parent) or {}
-    rows = results.read_metrics(_check_file(metrics_file).parent)
-    named = [summary[name] for name in (*IDENTITY, "seed") if summary.get(name) is not None]
-    _check_texts(summary_file, [str(name) if isinstance(name, int) else name for name in named])
-    results.check_numbers(str(summary_file), summary, NUMBERS)
-    overrides = summary.get("overrides") or []
-    _check_texts(summary_file, overrides, shown=False)
+    summary, rows = results.read_json(run_dir / results.SUMMARY_FILE), results.read_metrics(run_dir)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
-    last = rows[-1] if rows else {}
+    overrides, seed = summary.get("overrides") or [], summary.get("seed") or 0
+    shown = all(isinstance(n, str) and n.isprintable() and len(n) <= 1000 for n in names.values())
+    asked = isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)
+    if not (shown and asked and isinstance(seed, int)):
+        raise InputError(
+            f"{run_dir / results.SUMMARY_FILE}: overrides or names are no plain text, expected what"
+            " a run writes"
+        )
+    changed = {
+        name: value
+        for name, value in parse_overrides(overrides).items()
+        if name not in (*IDENTITY, "seed") and not is_execution(name)
+    }
+    last, found = rows[-1] if rows else {}, results.summarize_rows(rows)
     units, sent = (
         [last[name] for name in (f"{what}_down", f"{what}_up") if last.get(name) is not None]
         for what in ("units", "bytes")
     )
     return {
-        **summary,
+        **{name: value for name, value in summary.items() if name not in MEASURES},
         **name_parts(names, overrides),
-        **results.summarize_rows(rows),
+        **found,
         "rows": rows,
         "run_dir": run_dir,
         "asked": overrides,
-        "evaluations": len(scored_rounds(rows)),
-        "overrides": {
-            name: value
-            for name, value in parse_overrides(overrides).items()
-            if name not in IDENTITY and name != "seed" and not is_execution(name)
-        }
-        | _list_parts(run_dir),
-        "rounds_to_target": None if target is None else results.rounds_to(rows, target),
+        "evaluations": found["best_of"],
+        "overrides": changed | _list_parts(run_dir),
         "units": sum(units) if units else None,
         "megabytes": sum(sent) / 1e6 if sent else None,
         "sim_time_s": last.get("sim_time_s") or None,  # 0: no clock
@@ -192,39 +167,8 @@ def _list_parts(run_dir: Path) -> dict[str, str]:
     parts were made of, as made_of.algorithm.round.m; {} of a run from the command line.
     """
     file = run_dir / SETTINGS_FILE
-    if not file.is_file() or b"\nmade_of:" not in _check_file(file).read_bytes():
-        return {}
-    parts = results.read_settings(run_dir)["made_of"]
-    if not isinstance(parts, dict):
-        raise InputError(f"{file}: made_of is no list of parts, expected what a run writes")
-    return {
-        str(name): str(value)
-        for name, value in parts.items()
-        if not (isinstance(value, str) and ARRAY.search(value))
-    }
-
-
-def _check_file(path: Path) -> Path:
-    """Returns the path of a file of a run, if it can be read whole."""
-    if not path.is_file():
-        reason = "file is missing or no regular file, expected one as a run writes it"
-    elif (size := path.stat().st_size) > MAX_RUN_FILE_BYTES:
-        reason = f"file has {size} bytes, expected at most {MAX_RUN_FILE_BYTES}"
-    elif not os.access(path, os.R_OK):
-        reason = "file cannot be read, expected a readable file"
-    else:
-        return path
-    raise InputError(f"{path}: {reason}")
-
-
-def _check_texts(path: Path, texts: Any, shown: bool = True) -> None:
-    """Raises InputError unless `texts` are lines that a table and a plot can show as they are; with
-    `shown` of False any texts: a list of columns may be long, and a path have any letters.
-    """
-    if not isinstance(texts, list) or not all(
-        isinstance(text, str) and (not shown or (text.isprintable() and len(text) <= 1000))
-        for text in texts
-    ):
-        raise InputError(
-            f"{path}: overrides or names are no plain text, expected what a run writes"
-        )
+    with refuse_damage(file):
+        if not file.is_file() or b"\nmade_of:" not in file.read_bytes():
+            return {}
+        parts = results.read_settings(run_dir)["made_of"].items()
+    return {str(n): str(v) for n, v in parts if not (isinstance(v, str) and ARRAY.search(v))}

@@ -20,8 +20,8 @@ from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.display import follow
-from fedjax_cfl.runs.results import most_clients, settled_clients, tail_macro_score
-from fedjax_cfl.scores import SCORES, Score, find_owner, score_of
+from fedjax_cfl.runs.results import rounds_to, tail_macro_score
+from fedjax_cfl.scores import SCORES, find_owner, score_of
 
 RELATIVE = (*(score.gain for score in SCORES), "speedup")  # measures that need a baseline
 Rows = list[dict[str, Any]]  # of metrics.jsonl
@@ -33,25 +33,31 @@ def read_sets(
     """Returns the finished runs at or below `paths`, each with the label of its set, ordered by
     sets. Raises InputError for a `baseline` that names no set.
     """
-    folders = follow(find_runs(list(paths)), "reading runs")
-    found = pd.DataFrame([read_run(run_dir, target) for run_dir in folders], dtype=object)
+    each = [read_run(run_dir) for run_dir in follow(find_runs(list(paths)), "reading runs")]
+    found = pd.DataFrame(each, dtype=object)
+    if target is not None:
+        found["rounds_to_target"] = [rounds_to(rows, target) for rows in found["rows"]]
     runs = label_runs(found)
     return runs if baseline is None else add_baseline(runs, baseline)
 
 
 def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     """Returns the runs ordered by sets, in the order in which they were found, with the names of
-    their sets, `overrides` as the text of what varies within the same names, and `pair`, what two
-    runs share that are compared seed by seed: the seed and the data.
+    their sets; `overrides`, the text of what varies within the same names; `pair`, what two runs
+    share that are compared seed by seed: the seed and the data; `score`, what they are scored by;
+    and `data`: the data set, partition and model, as far as they differ, and the scores' words.
     """
     runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
     runs[[*IDENTITY]] = runs[[*IDENTITY]].astype(object).fillna("").astype(str)
     runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
-    runs["pair"] = [
-        f"{seed} {data}" if pd.notna(seed) else None
-        for seed, data in zip(runs["seed"], runs["data_id"], strict=True)
-    ]
-    varying = [n for n in IDENTITY if n == IDENTITY[0] or runs[n].nunique() > 1]
+    runs["score"] = [score_of(rows) for rows in runs["rows"]]
+    runs["pair"] = (runs["seed"].map(str) + " " + runs["data_id"].map(str)).where(
+        runs["seed"].notna()
+    )
+    words = runs["score"].map(lambda score: score.words)
+    varying = [name for name in IDENTITY if runs[name].nunique() > 1]
+    texts = [runs[name] for name in varying if name in DATA] + [words] * (words.nunique() > 1)
+    runs["data"] = list(map(", ".join, zip(*texts, strict=True))) if texts else ""
     short = shorten_names({name for each in runs["overrides"] for name in each})
     labels: dict[int, dict[str, str]] = {}
     for _, same in runs.groupby([*IDENTITY]):
@@ -61,8 +67,9 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
             extra = escape_text(" ".join(f"{name}={value}" for name, value in varied.items()))
             values = list_defaults(run, swept) | varied
             settings = [f"{short[n]}={shorten_value(values[n])}" for n in swept if n in values]
-            label = " ".join([*(run[name] for name in varying), *settings])
-            method = " ".join([*(run[name] for name in varying if name not in DATA), *settings])
+            named = {n: run[n] for n in IDENTITY if n == IDENTITY[0] or n in varying}
+            label = " ".join([*named.values(), *settings])
+            method = " ".join([*(named[n] for n in named if n not in DATA), *settings])
             labels[place] = {"overrides": extra, "label": label, "method": method}
     runs[["overrides", "label", "method"]] = pd.DataFrame.from_dict(labels, orient="index")
     order = runs.groupby([*IDENTITY, "overrides"], sort=False).ngroup()
@@ -110,33 +117,9 @@ def shorten_names(names: Iterable[str]) -> dict[str, str]:
     return {name: part if counts[part] == 1 else name for name, part in last.items()}
 
 
-def split_sets(runs: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """Returns (label, its runs) of each set, in order."""
-    return [(str(label), members) for label, members in runs.groupby("label", sort=False)]
-
-
-def split_data(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Returns the runs by the data set, partition and model that they share, named by those of the
-    three that differ, and apart by what they are scored by.
-    """
-    scored = pd.Series([score_of(rows).words for rows in runs["rows"]], runs.index)
-    names = [name for name in DATA if runs[name].nunique() > 1]
-    texts = [runs[name] for name in names] + [scored] * (scored.nunique() > 1)
-    if not texts:
-        return {"": runs}
-    groups = runs.groupby(texts, sort=False)
-    return {", ".join(map(str, name)): members for name, members in groups}
-
-
-def score_of_set(runs: pd.DataFrame) -> Score:
-    """Returns what the runs of a set are scored by."""
-    return score_of(runs["rows"].iloc[0])
-
-
 def keep_known(names: Iterable[str], runs: pd.DataFrame) -> list[str]:
     """Returns the measures without those of a score that none of the runs has, as RMSE."""
-    known = [score_of(rows) for rows in runs["rows"]]
-    return [name for name in names if find_owner(name) in (None, *known)]
+    return [name for name in names if find_owner(name) in (None, *runs["score"])]
 
 
 def list_measures(runs: pd.DataFrame) -> pd.DataFrame:
@@ -160,10 +143,14 @@ def time_to_keep(rows: Rows, target: float) -> float | None:
     all clients and has an accuracy of at least `target`, or an RMSE of at most that; None if the
     last one has not.
     """
-    reached, everybody, score = None, most_clients(rows), score_of(rows)
-    for row in reversed(rows):
-        whole, value = settled_clients(row) == everybody, row.get(f"macro_{score.name}")
-        if not whole or value is None or score.is_better(target, value):
+    score, reached = score_of(rows), None
+    # that had a model, or can have none, see `finalize`
+    settled = [
+        (row.get("evaluated_clients") or 0) + (row.get("groupless_clients") or 0) for row in rows
+    ]
+    for row, clients in zip(reversed(rows), reversed(settled), strict=True):
+        value = row.get(f"macro_{score.name}")
+        if clients < max(settled) or value is None or score.is_better(target, value):
             break
         reached = row.get("sim_time_s") or row["round"]
     return reached
@@ -199,7 +186,7 @@ def add_baseline(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     if base["label"].nunique() != 1:
         labels = ", ".join(runs["label"].unique())
         raise InputError(f"--baseline {name}: must name one of the sets of runs: {labels}")
-    base = base[base["rows"].map(bool)]
+    base = base[base["rows"].map(bool) & base["pair"].notna()]
     if base["pair"].duplicated().any():
         seeds = " ".join(map(str, base["seed"]))
         raise InputError(

@@ -12,7 +12,6 @@ import pandas as pd
 from numpy.typing import ArrayLike
 from scipy import stats
 
-from fedjax_cfl.analysis.sets import score_of_set, split_data, split_sets
 from fedjax_cfl.scores import SCORES, find_owner
 
 RESAMPLES, LEVEL = 10_000, 0.95
@@ -107,11 +106,11 @@ def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
     them, the better first, or each with the best where there are many on the same data.
     """
     pairs = []
-    for same in split_data(runs).values():
-        score, members = score_of_set(same), dict(split_sets(same))
-        means = same.groupby("label", sort=False)[f"final_{score.name}"].mean()
+    for _, same in runs.groupby("data", sort=False):
+        score, sets = same["score"].iloc[0], same.groupby("label", sort=False)
+        means = sets[f"final_{score.name}"].mean()
         means = means.sort_values(ascending=not score.higher, kind="stable")  # NaN is last
-        ranked = [members[label] for label in means.index]
+        ranked = [sets.get_group(label) for label in means.index]
         few = len(ranked) <= MAX_PAIRED_SETS
         pairs += itertools.combinations(ranked, 2) if few else [(ranked[0], o) for o in ranked[1:]]
     return pairs

@@ -56,7 +56,7 @@ def read_trials(folder: Path) -> list[Trial]:
     for run_dir, settings in list_runs(folder):
         settings = {name.lstrip("+"): value for name, value in settings.items()}
         settings.pop("seed", None)
-        run = read_run(run_dir, None)
+        run = read_run(run_dir)
         empty = Trial(settings, [], [], score_of(run["rows"]))
         trial = found.setdefault(tuple(settings.items()), empty)
         met = f"validation_clients_macro_{trial.kind.name}"  # of clients held out, where there are

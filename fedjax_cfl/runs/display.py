@@ -1,5 +1,6 @@
 """What a run prints: progress, and the final table."""
 
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from fedjax_cfl.formatting import escape_markup, format_bytes
 from fedjax_cfl.runs.results import to_plain
-from fedjax_cfl.scores import ERRORS, SCORES, find_score
+from fedjax_cfl.scores import ERRORS, find_score
 
 if TYPE_CHECKING:  # JAX is not needed to compare what has run
     from fedjax_cfl.runs.settings import RunSettings
@@ -20,33 +21,17 @@ Item = TypeVar("Item")
 # of scores, as curves and glossary call them
 NAMES = {"accuracy": "accuracy", "rmse": "RMSE", "mae": "MAE", "r2": "R2"}
 NAMES |= {"micro_f1": "micro-F1", "label_f1": "macro-F1", "exact_match": "exact match"}
-# of a summary's numbers
-WORDS = {
-    f"{part}_{name}": f"{short}, {words}"
-    for name, short in NAMES.items()
-    for part, words in (
-        ("last10_evals", "mean of last 10 tests"),
-        ("last10_evals_best", "best of last 10 tests"),
-        ("macro", "mean over clients"),
-        ("worst10", "worst 10 % of clients"),
-    )
-} | {
-    **{
-        f"validation_macro_{score.name}": f"validation {score.words}, mean over clients"
-        for score in SCORES
-    },
-    **{name: NAMES[name] for score in SCORES[1:] for name in score.measured},
-    **{
-        f"{part}_{score.name}": f"{part.replace('_', ' ')} {score.words}"
-        for score in SCORES[1:]
-        for part in ("best", "final", "finetuned", "new_clients", "new_clients_finetuned")
-    },
+PARTS = {  # of fields, before the name of a score
+    "last10_evals": "mean of last 10 tests",
+    "last10_evals_best": "best of last 10 tests",
+    "macro": "mean over clients",
+    "worst10": "worst 10 % of clients",
+}
+WORDS = {  # of other fields
     "weighted_macro_f1": "macro-F1, by test samples",
     "macro_f1": "macro-F1, mean over clients",
     "ari": "ARI, found and true groups",
 }
-
-
 # a final table shows them beside the scores
 SHOWN_FIELDS = ("drift", "rounds", "chosen_round", "ended_early", "ari")
 MOST_SHOWN = 16  # groups whose scores are in the final table
@@ -74,11 +59,23 @@ def _list_scores(summary: dict[str, Any]) -> dict[str, str]:
         scored = name.endswith((*score.measured, "_f1")) and not isinstance(value, list)
         if value is None or name in hidden or not (scored or name in SHOWN_FIELDS):
             continue
-        words = WORDS.get(name, name.replace("_", " "))
+        words = name_field(name)
         if chosen and name.startswith("best_"):
             words = words.removeprefix("best ")
         found[words] = _format_score(name, summary)
     return found
+
+
+def name_field(field: str) -> str:
+    """Returns what a number of a summary is called."""
+    name = next((name for name in NAMES if field.endswith(name)), "")
+    part = field.removesuffix(name).rstrip("_")
+    if field in WORDS or not name:
+        return WORDS.get(field, field.replace("_", " "))
+    if part in PARTS:
+        return f"{NAMES[name]}, {PARTS[part]}"
+    words = f"{part.replace('_', ' ')} {NAMES[name]}".strip()
+    return words.replace(" macro ", " ") + ", mean over clients" * ("macro" in part)
 
 
 def _format_score(name: str, summary: dict[str, Any]) -> str:
@@ -191,3 +188,26 @@ def print_summary(
             " client has taken part; more rounds, or discard=none"
         )
     console.print(f"written to {run_dir}", markup=False)
+
+
+def chance_all_met(clients: int, cohort: int, rounds: int) -> float:
+    """Returns the chance that cohorts drawn at random have included every client after
+    `rounds`, with clients taken as independent (about right for many).
+    """
+    missed = max(0.0, 1 - cohort / clients) ** rounds  # one client, in all rounds
+    return (1 - missed) ** clients
+
+
+def describe_met_rule(clients: int, cohort: int, rounds: int) -> str:
+    """Returns a line about discard=met: when the accuracies of a run will count."""
+    half = robin = math.ceil(clients / cohort)
+    if cohort < clients:  # the round by which `chance_all_met` is a half
+        missed = math.log1p(-(0.5 ** (1 / clients))) / math.log1p(-cohort / clients)
+        half = max(robin, math.ceil(missed))
+    return (
+        "discard=met: accuracies count once every client has taken part. Cohorts drawn at random"
+        f" (preset=paper) do so within {rounds} rounds in about"
+        f" {chance_all_met(clients, cohort, rounds):.2g} of all runs, and in half of them by round"
+        f" {half}; with round robin it is round {robin}. discard=rounds or discard=none count"
+        " sooner"
+    )

@@ -11,7 +11,7 @@ import csv
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -176,9 +176,10 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     round counts. Raises InputError for rows that no run wrote.
     """
     path = Path(run_dir) / METRICS_FILE
-    if not path.is_file():
+    if not path.exists():
         raise InputError(f"no {METRICS_FILE} in {str(run_dir)!r}: expected a run directory")
-    lines = path.read_bytes().splitlines(keepends=True)
+    with refuse_damage(path):
+        lines = read_regular(path).splitlines(keepends=True)
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         row = parse_row(line)
@@ -196,13 +197,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     return rows
 
 
-def check_numbers(where: str, holder: dict[str, Any], names: Iterable[str] | None = None) -> None:
-    """Raises InputError unless the values of a row or summary are numbers, lists of numbers or
-    null. `where` begins the message; of `names` only these are looked at, None: all.
+def check_numbers(where: str, row: dict[str, Any]) -> None:
+    """Raises InputError unless the values of a row are numbers, lists of numbers or null; `where`
+    begins the message.
     """
-    for name in holder if names is None else names:
-        value: Any = holder.get(name)
-        number: Any
+    for name, value in row.items():
         for number in value if isinstance(value, list) and name in LIST_FIELDS else [value]:
             known = isinstance(number, int | float) and not isinstance(number, bool)
             if number is not None and not (known and abs(number) <= MAX_NUMBER):
@@ -314,11 +313,9 @@ def rounds_to(rows: list[dict[str, Any]], target: float) -> int | None:
     that; or None.
     """
     score = score_of(rows)
-
-    def reaches(value: float | None) -> bool:
-        return value is not None and not score.is_better(target, value)
-
-    return next((row["round"] for row in rows if reaches(row.get(score.name))), None)
+    known = [row for row in rows if row.get(score.name) is not None]
+    reached = (row["round"] for row in known if not score.is_better(target, row[score.name]))
+    return next(reached, None)
 
 
 def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -365,21 +362,6 @@ def tail_macro_score(rows: list[dict[str, Any]], share: float = 0.05) -> float |
     """Returns the mean over the last `share` of the evaluations, at least one, of the mean score
     over clients.
     """
-    count, name = max(1, round(share * len(rows))), f"macro_{score_of(rows).name}"
-    return average(row.get(name) for row in rows[-count:])
-
-
-def settled_clients(row: dict[str, Any]) -> int:
-    """Returns how many clients had a model in an evaluation, or can have none, see `finalize`."""
-    return (row.get("evaluated_clients") or 0) + (row.get("groupless_clients") or 0)
-
-
-def most_clients(rows: list[dict[str, Any]]) -> int:
-    """Returns how many clients were settled in the evaluation in which most of them were."""
-    return max(map(settled_clients, rows), default=0)
-
-
-def average(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of the values that are there, None where none is."""
-    kept = [value for value in values if value is not None]
-    return float(np.mean(kept)) if kept else None
+    name, count = f"macro_{score_of(rows).name}", max(1, round(share * len(rows)))
+    values = [row[name] for row in rows[-count:] if row.get(name) is not None]
+    return float(np.mean(values)) if values else None

@@ -4,7 +4,7 @@ one process at a time.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -74,6 +74,17 @@ def check_writable(path: Path, given: str) -> None:
     there = next(above for above in (path, *path.absolute().parents) if above.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise InputError(f"{given}: {there} is not a folder that can be written to")
+
+
+def common_folder(paths: Iterable[str | Path]) -> Path:
+    """Returns the folder that all of `paths` lie in, or are: files about runs go there unless
+    another is named.
+    """
+    each = [*map(Path, paths)]
+    if len(each) == 1:
+        return each[0]
+    folder = Path(os.path.commonpath([path.absolute() for path in each]))
+    return folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
 
 
 def make_dir(path: Path) -> Path:

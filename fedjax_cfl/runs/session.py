@@ -19,13 +19,12 @@ from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup, flatten_settings
 from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, read_stopping
-from fedjax_cfl.runs.display import print_summary
+from fedjax_cfl.runs.display import describe_met_rule, print_summary
 from fedjax_cfl.runs.finish import Member, attempt, finish_run
 from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.results import SUMMARY_FILE, read_metrics, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
-from fedjax_cfl.runs.scoring import describe_met_rule
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.runs.trackers import Guarded
 from fedjax_cfl.simulation.callback import RunInfo, Snapshot
