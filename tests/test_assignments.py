@@ -12,7 +12,6 @@ from fedjax_cfl.analysis import flows, plot_groups
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import assignments
 from fedjax_cfl.runs.assignments import Assignments, read_assignments
-from fedjax_cfl.simulation.callback import Grouping
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
@@ -64,8 +63,8 @@ FIVE = assignments.sample_clients(12, 5, seed=3)
 
 
 def append(folder: Path, kept: np.ndarray, round: int, *both: np.ndarray) -> None:
-    with (folder / assignments.PART).open("ab") as part:
-        part.write(assignments.pack_grouping(round, Grouping(*both), kept))
+    with (folder / assignments.PART).open("a") as part:
+        part.write(assignments.format_grouping(round, *(each[kept] for each in both)))
 
 
 def write(folder: Path, kept: np.ndarray, rounds: range, clients: int = 12) -> None:

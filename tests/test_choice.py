@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from fedjax_cfl.analysis import trials
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.federated import gather, take_clients
 from fedjax_cfl.data.perturb import share_samples
-from fedjax_cfl.runs.callbacks import EarlyStopping, read_stopping
+from fedjax_cfl.runs.callbacks import Validation
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import read_metrics, summarize_rows
 
@@ -30,11 +31,16 @@ def rows_of(values, name="accuracy"):
 
 
 def test_the_first_best_is_chosen_and_waiting_is_counted_from_it():
-    assert read_stopping(()) == EarlyStopping() and not EarlyStopping().should_stop(1)
-    found = read_stopping(rows_of([None, float("nan"), 0.5, 0.7, 0.7, None, 0.6]))
-    assert found == EarlyStopping(0.7, 4, 3)
-    assert found.should_stop(3) and not found.should_stop(4) and not found.should_stop(0)
-    assert read_stopping(rows_of([2.0, 1.0, 1.5], "rmse")) == EarlyStopping(1.0, 2, 1)
+    def follow(values, patience=3, name="accuracy"):
+        settings = SimpleNamespace(patience=patience, choose="last")
+        found = Validation(settings, rows_of(values, name))
+        return found.best, found.round, found.bad_tests, found.should_stop()
+
+    assert follow([], 1) == (None, None, 0, False)
+    values = [None, float("nan"), 0.5, 0.7, 0.7, None, 0.6]
+    assert follow(values) == (0.7, 4, 3, True)
+    assert not follow(values, 4)[-1] and not follow(values, 0)[-1]
+    assert follow([2.0, 1.0, 1.5], name="rmse") == (1.0, 2, 1, False)
 
 
 def test_the_chosen_row_is_what_a_summary_and_a_trial_report():

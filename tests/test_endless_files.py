@@ -31,7 +31,7 @@ def answer(call) -> str:
     return said[0]
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "assignments.part", "run.log", "checkpoints"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "assignments.jsonl", "run.log", "checkpoints"])
 def test_a_run_does_not_begin_beside_a_pipe(name, tmp_path):
     os.mkfifo(tmp_path / name)
     said = answer(lambda: check_run_dir(str(tmp_path), "auto"))

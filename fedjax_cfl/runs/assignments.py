@@ -1,13 +1,13 @@
 """assignments.parquet: who was in which group at every evaluation of a run.
 
-While a run goes on, each evaluation is appended to assignments.part, which becomes the
-Parquet file when the run ends: a Parquet file cannot be appended to. A record of the
-part is int32, little-endian: round, group [R], true group [R]; -1: none, or unknown.
+While a run goes on, each evaluation is appended to assignments.jsonl, which becomes the Parquet
+file when the run ends: a Parquet file cannot be appended to. A line has the round, the groups
+`group` [R] and the true groups `concept` [R]; -1: none, or unknown.
 """
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,10 +15,7 @@ import pyarrow as pa
 from fedjax_cfl.runs.regular_files import refuse_damage
 from fedjax_cfl.runs.results import RUN_ID, read_columns, to_arrow, write_parquet
 
-if TYPE_CHECKING:  # JAX is not needed to read them
-    from fedjax_cfl.simulation.callback import Grouping
-
-ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.part"
+ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.jsonl"
 SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
 
 
@@ -42,46 +39,41 @@ def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
     return np.sort(rng.choice(num_clients, most, replace=False))
 
 
-def pack_grouping(round: int, grouping: "Grouping", clients: np.ndarray) -> bytes:
-    """Returns a record of assignments.part, of a run that keeps the groups of `clients` [R]."""
-    both = [np.asarray(column)[clients] for column in grouping[:2]]
-    return np.concatenate([[round], *both]).astype("<i4").tobytes()
+def format_grouping(round: int, group: np.ndarray, concept: np.ndarray) -> str:
+    """Returns a line of assignments.jsonl, of groups and true groups [R] at an evaluation."""
+    found = {"round": int(round), "group": group.tolist(), "concept": concept.tolist()}
+    return json.dumps(found) + "\n"
 
 
-def record_size(clients: np.ndarray) -> int:
-    """Returns the bytes of one evaluation in assignments.part."""
-    return 4 * (1 + 2 * clients.size)
-
-
-def read_records(run_dir: Path, clients: np.ndarray) -> bytes:
-    """Returns the records of all evaluations of a run so far, of one that had finished made of its
-    table; `clients` [R] are those whose groups it keeps.
+def read_lines(run_dir: Path) -> list[str]:
+    """Returns the lines of all evaluations of a run so far, of one that had finished made of its
+    table.
     """
     path = run_dir / PART
     if path.is_file():
-        return path.read_bytes()
+        return path.read_text(encoding="utf-8").splitlines(keepends=True)
     if (found := read_assignments(run_dir)) is None:
-        return b""
+        return []
     concepts = np.full_like(found.groups, -1) if found.concepts is None else found.concepts
-    return np.column_stack([found.rounds, found.groups, concepts]).astype("<i4").tobytes()
+    return [*map(format_grouping, found.rounds, found.groups, concepts)]
 
 
 def finish_assignments(
     run_dir: Path, clients: np.ndarray, num_clients: int, run_id: str = ""
 ) -> None:
-    """Turns assignments.part of a finished run into assignments.parquet, a row for each
+    """Turns assignments.jsonl of a finished run into assignments.parquet, a row for each
     evaluation: round, group and, where any is known, concept, lists [R] of the smallest
     integers that hold them, of the `clients` [R] of all K = `num_clients`. `run_id` is noted in it.
-    Raises ValueError where the part was removed, or is not a number of whole records.
+    Raises ValueError where the file was removed, or has half a line.
     """
     path = run_dir / PART
     if not path.is_file():
         raise ValueError(f"{PART} was removed while the run went on")
-    held = path.read_bytes()
-    if clients.size and held:
-        table = np.frombuffer(held, "<i4").reshape(-1, record_size(clients) // 4)
-        rounds, groups, concepts = np.split(table, [1, 1 + clients.size], axis=1)
-        columns = {"round": to_arrow(rounds[:, 0]), "group": _lists(groups)}
+    rows = [*map(json.loads, read_lines(run_dir))]
+    if clients.size and rows:
+        groups, concepts = (np.array([row[n] for row in rows]) for n in ("group", "concept"))
+        rounds = np.array([row["round"] for row in rows], np.int32)
+        columns = {"round": to_arrow(rounds), "group": _lists(groups)}
         if (concepts >= 0).any():
             columns["concept"] = _lists(concepts)
         noted: dict[Any, Any] = {RUN_ID: run_id}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fedjax_cfl.data import prefetch
 from fedjax_cfl.errors import RunError
 from fedjax_cfl.runs import checkpoint, results
-from fedjax_cfl.runs.assignments import PART, pack_grouping, record_size
+from fedjax_cfl.runs.assignments import PART, format_grouping
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.saved_models import BEST_FILE, save_arrays
@@ -45,71 +45,63 @@ CHECKPOINTS, LOG_FILE = "checkpoints", "run.log"
 MIXTURE = "weights", "label_shares"  # what only mixtures have, of `ServedModels`
 
 
-class EarlyStopping(NamedTuple):
-    """The best test so far by validation samples, and how many came after it."""
-
-    best: float | None = None  # mean over clients of their scores on validation samples
-    round: int | None = None  # of the first test that has it
-    bad_tests: int = 0  # after it
-
-    def update(self, row: dict[str, Any]) -> "EarlyStopping":
-        """Adds one row and returns the updated counter. Tests whose scores do not count yet, see
-        `Plan`, are no reason to end.
-        """
-        score = find_score(row)
-        value = results.to_plain(row.get(f"validation_macro_{score.name}"))
-        if value is not None and (self.best is None or score.is_better(value, self.best)):
-            return EarlyStopping(value, row["round"])
-        return self._replace(bad_tests=self.bad_tests + (self.best is not None))
-
-    def should_stop(self, patience: int) -> bool:
-        """Returns whether a run of this patience ends here; 0: it never does."""
-        return 0 < patience <= self.bad_tests
-
-
-def read_stopping(rows: Iterable[dict[str, Any]]) -> EarlyStopping:
-    """Returns the counter after all rows of a run so far."""
-    stopping = EarlyStopping()
-    for row in rows:
-        stopping = stopping.update(row)
-    return stopping
-
-
 class Validation(RowCallback):
     """Adds to each row the round that is best so far on validation samples, `chosen_round`, and
     ends the run after so many tests without a better one: `evaluate.choose`, `evaluate.patience`.
     """
 
+    best: float | None = None  # mean over clients of their scores on validation samples
+    round: int | None = None  # of the first test that has it
+    bad_tests = 0  # after it
+
     def __init__(self, settings: RunSettings, rows: Iterable[dict[str, Any]]):
         """`rows` are those of the run so far."""
-        self.settings, self.stopping = settings, read_stopping(rows)
+        self.settings = settings
+        for row in rows:
+            self.update(row)
+
+    def update(self, row: dict[str, Any]) -> None:
+        """Enters a test. One whose scores do not count yet, see `Plan`, is no reason to end."""
+        score = find_score(row)
+        value = results.to_plain(row.get(f"validation_macro_{score.name}"))
+        if value is not None and (self.best is None or score.is_better(value, self.best)):
+            self.best, self.round, self.bad_tests = value, row["round"], 0
+        elif self.best is not None:
+            self.bad_tests += 1
+
+    def should_stop(self) -> bool:
+        """Returns whether a run of this patience ends here; 0: it never does."""
+        return 0 < self.settings.patience <= self.bad_tests
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> bool:
-        """Enters a test."""
-        self.stopping = self.stopping.update(row)
+        """Enters a test, and the round."""
+        self.update(row)
         if self.settings.choose == "best_validation":
-            row["chosen_round"] = self.stopping.round
-        return self.stopping.should_stop(self.settings.patience)
+            row["chosen_round"] = self.round
+        return self.should_stop()
 
 
 class Rows(RowCallback):
-    """Appends each row to metrics.jsonl, and who is in which group to assignments.part, at once."""
+    """Appends each row to metrics.jsonl, and the groups to assignments.jsonl, at once."""
 
     def __init__(self, run_dir: Path, clients: np.ndarray, files: contextlib.ExitStack):
         """`clients` [R] are those whose groups are kept; the files are closed with `files`."""
         self.run_dir, self.clients = run_dir, clients
         # of a run that goes on cut to its last checkpoint, see `resume.cut_rows`
-        self.metrics = files.enter_context((run_dir / METRICS_FILE).open("a", encoding="utf-8"))
-        self.groups = files.enter_context((run_dir / PART).open("ab"))
-        self.count = (run_dir / METRICS_FILE).read_bytes().count(b"\n")
+        self.metrics, self.groups = (
+            files.enter_context((run_dir / name).open("a", encoding="utf-8"))
+            for name in (METRICS_FILE, PART)
+        )
+        self.counts = [(run_dir / n).read_bytes().count(b"\n") for n in (METRICS_FILE, PART)]
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
         """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
         self._check_present()
-        self.groups.write(pack_grouping(row["round"], grouping, self.clients))
+        found = (np.asarray(each)[self.clients] for each in (grouping.groups, grouping.concepts))
+        self.groups.write(format_grouping(row["round"], *found))
         self.groups.flush()
         results.append_row(self.metrics, row)
-        self.count += 1
+        self.counts = [count + 1 for count in self.counts]
 
     def flush(self) -> None:
         """Flushes what was written to the disk."""
@@ -250,8 +242,8 @@ class Checkpoints(Callback):
             save_arrays(
                 self.rows.run_dir / BEST_FILE, kept, {"round": number, "run_id": self.run_id}
             )
-        groups = self.rows.groups.tell() // record_size(self.rows.clients)
-        facts = {"counters": snapshot.counters, "rows": self.rows.count, "groups": groups}
+        rows, groups = self.rows.counts
+        facts = {"counters": snapshot.counters, "rows": rows, "groups": groups}
         step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
         keep = self.settings.checkpoint.keep
         checkpoint.save(self.folder, step, tree, facts, self.identity, keep=keep)

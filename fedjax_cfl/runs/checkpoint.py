@@ -13,6 +13,7 @@ import errno
 import glob
 import hashlib
 import json
+import operator
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from fedjax_cfl.runs.results import write_text
 FORMAT = 5  # up to 4 each checkpoint was a numbered folder of the package's own
 HEADER = ".header"
 NOTHING = {"nothing": np.zeros(1)}  # Orbax refuses empty trees
+AS_LIST = operator.methodcaller("tolist")  # of arrays among facts, as JSON has them
 NAME = re.compile(r"(\d+)\.header")
 
 
@@ -102,7 +104,7 @@ def write_header(folder: Path, step: int, header: dict[str, Any]) -> None:
     """Writes the header of a round whose folder is complete."""
     files = {name: hash_file(folder / str(step) / name) for name in list_files(folder / str(step))}
     # NaN and infinities come back as they were
-    text = json.dumps(header | {"files": files}, default=to_list) + "\n"
+    text = json.dumps(header | {"files": files}, default=AS_LIST) + "\n"
     digest = hashlib.sha256(text.encode()).hexdigest()
     write_text(folder / f"{step}{HEADER}", f"{digest}\n{text}")
 
@@ -204,39 +206,29 @@ def restore_latest(
     Raises InputError if there are checkpoints and none can be read, or if the newest readable
     one is of a different run.
     """
-    folder, tried = Path(folder), 0
-    identity = json.loads(json.dumps(identity, default=to_list))  # as a header has it
-    for step in reversed(list_steps(folder)):
-        if until is not None and step > until:
-            continue
-        tried += 1
+    folder, named = Path(folder), name_leaves(like)
+    identity = json.loads(json.dumps(identity, default=AS_LIST))  # as a header has it
+    steps = [step for step in list_steps(folder) if until is None or step <= until]
+    for step in reversed(steps):
+        path = folder / str(step)
         try:
-            return restore(folder, step, like, identity)
+            header = read_header(folder, step)
+            check_same(path, header, named, identity)
+            stored = load_arrays(folder, step)
+            leaves = [place_array(header, stored, name, leaf) for name, leaf in named.items()]
         except InputError:
             raise
         except Exception as error:  # whatever damage does to a reader
-            path, reason = folder / str(step), explain(error)
-            warn(f"checkpoint {path} cannot be read and is skipped: {reason}")
-    if tried:
+            warn(f"checkpoint {path} cannot be read and is skipped: {explain(error)}")
+        else:
+            tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+            return Checkpoint(step, tree, header["facts"])
+    if steps:
         raise InputError(
-            f"checkpoints in {folder}: none of {tried} can be read; remove the folder to start"
+            f"checkpoints in {folder}: none of {len(steps)} can be read; remove the folder to start"
             " again"
         )
     return None
-
-
-def restore(folder: Path, step: int, like: Any, identity: dict) -> Checkpoint:
-    """Returns the checkpoint of one round; the arguments are those of `restore_latest`."""
-    named, header = name_leaves(like), read_header(folder, step)
-    check_same(folder / str(step), header, named, identity)
-    stored = load_arrays(folder, step)
-    leaves = [place_array(header, stored, name, leaf) for name, leaf in named.items()]
-    return Checkpoint(step, jax.tree.unflatten(jax.tree.structure(like), leaves), header["facts"])
-
-
-def to_list(array: Any) -> Any:
-    """Returns an array as JSON has it."""
-    return array.tolist()
 
 
 def check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) -> None:
@@ -249,18 +241,12 @@ def check_same(path: Path, header: dict, named: dict[str, Any], identity: dict) 
     fields = dict(flatten_settings(header["identity"])), dict(flatten_settings(identity))
     shapes = header["leaves"], {name: describe_leaf(leaf) for name, leaf in named.items()}
     for there, here in (fields, shapes):  # a different field explains different shapes
-        names = [
-            name
-            for name in {**there, **here}
-            if there.get(name, "absent") != here.get(name, "absent")
-        ]
-        if names:
-            said = [
-                f"{name}: {there.get(name, 'absent')} there, {here.get(name, 'absent')} here"
-                for name in names[:6]
-            ]
-            rest = f"; and {len(names) - 6} more" if len(names) > 6 else ""
-            raise InputError(f"checkpoint {path} is of a different run ({'; '.join(said)}{rest})")
+        pairs = {n: (there.get(n, "absent"), here.get(n, "absent")) for n in {**there, **here}}
+        said = [f"{n}: {one} there, {two} here" for n, (one, two) in pairs.items() if one != two]
+        if said:
+            rest = f"; and {len(said) - 6} more" if len(said) > 6 else ""
+            said = "; ".join(said[:6]) + rest
+            raise InputError(f"checkpoint {path} is of a different run ({said})")
 
 
 # Orbax

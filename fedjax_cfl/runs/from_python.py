@@ -114,33 +114,30 @@ def describe(part: Any, name: str) -> dict[str, Any]:
     Functions are their names; arrays, and modules of Flax, digests and texts of what they hold.
     What is found twice is listed where it is found first.
     """
-    found: dict[str, Any] = {}
-    _walk(part, name, {}, found)
-    return found
+    return dict(_walk(part, name, {}))
 
 
 def find_module(part: Any) -> nn.Module | None:
     """Returns the first module of Flax that a part of a run holds, None where it has none."""
     seen: dict[int, Any] = {}
-    _walk(part, "", seen, {})
+    dict(_walk(part, "", seen))
     return next((value for value in seen.values() if isinstance(value, nn.Module)), None)
 
 
-def _walk(part: Any, path: str, seen: dict[int, Any], found: dict[str, Any]) -> None:
+def _walk(part: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields each value, with its dotted name; `seen` gets every object on the way."""
     if isinstance(part, PLAIN):
-        found[path] = str(part) if isinstance(part, complex) else part
-    elif isinstance(part, WHERE) or id(part) in seen:
-        return
+        yield path, str(part) if isinstance(part, complex) else part
     elif isinstance(part, list | set | frozenset) or type(part) is tuple:
         for place, inner in enumerate(part):
-            _walk(inner, f"{path}.{place}", seen, found)
-    else:
+            yield from _walk(inner, f"{path}.{place}", seen)
+    elif not isinstance(part, WHERE) and id(part) not in seen:
         seen[id(part)] = part  # kept alive meanwhile, so that no other object gets its number
-        own, inner = _open(part)
+        own, held = _open(part)
         if own is not None:
-            found[path] = own
-        for name, value in inner.items():
-            _walk(value, f"{path}.{name}", seen, found)
+            yield path, own
+        for name, inner in held.items():
+            yield from _walk(inner, f"{path}.{name}", seen)
 
 
 def _open(part: Any) -> tuple[str | None, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """The files of a run directory, and the table made from them.
 
 `metrics.jsonl` is the source of truth: one row per evaluation, appended and flushed as
-the run goes. run.log and assignments.part (see `assignments`) are appended to as well. The
+the run goes. run.log and assignments.jsonl (see `assignments`) are appended to as well. The
 results of a finished run (summary.json, the Parquet files, curves.png) are written under a
 temporary name and then renamed, so that no reader sees half a file.
 """

@@ -11,7 +11,7 @@ import numpy as np
 from fedjax_cfl import distributed
 from fedjax_cfl.errors import FinishedRun, InputError, warn
 from fedjax_cfl.formatting import flatten_settings
-from fedjax_cfl.runs.assignments import PART, read_records, record_size
+from fedjax_cfl.runs.assignments import PART, read_lines
 from fedjax_cfl.runs.callbacks import CHECKPOINTS
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_steps, restore_latest
 from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, parse_row, read_summary
@@ -21,7 +21,6 @@ from fedjax_cfl.sharding import place
 from fedjax_cfl.simulation.callback import Snapshot
 from fedjax_cfl.simulation.rounds import Setup, state_shapes
 from fedjax_cfl.simulation.rows import COUNTERS
-from fedjax_cfl.types import FederatedData
 
 # Settings that may differ between the processes of one run: only process 0 reads them, or they
 # say where a process is.
@@ -111,7 +110,7 @@ def resume_run(
         raise FinishedRun(f"run_dir={run_dir}: {describe_end(settings, found.step)}")
     lost = f"run_dir={run_dir}: {METRICS_FILE} has lost rows before round {found.step}"
     newest = found.step
-    while (kept := cut_rows(run_dir, settings, data, found)) is None:
+    while (kept := cut_rows(run_dir, found)) is None:
         older = restore(found.step - 1) if until is None and found.step else None
         if older is None:
             raise InputError(f"{lost}; put the file back, or choose another")
@@ -138,9 +137,7 @@ def clear_unsaved(settings: RunSettings, run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
-def cut_rows(
-    run_dir: Path, settings: RunSettings, data: FederatedData, found: Checkpoint
-) -> dict[str, bytes] | None:
+def cut_rows(run_dir: Path, found: Checkpoint) -> dict[str, bytes] | None:
     """Returns what a run keeps of its files, by name, when it goes on from a checkpoint: as many
     rows, and groups, as there were then. None: the last of these rows is not there. Fewer groups
     are warned of.
@@ -150,13 +147,12 @@ def cut_rows(
     last = parse_row(lines[-1]) if lines else None
     if len(lines) < count or (last and last["round"] != found.step) or (count and not last):
         return None
-    clients = settings.draw_recorded_clients(data.num_clients)
-    size = found.facts["groups"] * record_size(clients)
-    records = read_records(run_dir, clients)
-    if len(records) < size:  # the training is paid for, and does not need them
+    groups = read_lines(run_dir)
+    if len(groups) < found.facts["groups"]:  # the training is paid for, and does not need them
         warn(f"run_dir={run_dir}: groups are lost; goes on without those before {found.step}")
-        records = b""
-    return {METRICS_FILE: b"".join(lines), PART: records[:size]}
+        groups = []
+    kept = "".join(groups[: found.facts["groups"]]).encode()
+    return {METRICS_FILE: b"".join(lines), PART: kept}
 
 
 def sync_resume(

@@ -17,7 +17,7 @@ RUN_FILES = {
     ".hydra",
     LOCK,
     "metrics.jsonl",
-    "assignments.part",
+    "assignments.jsonl",
     "run.log",
     "checkpoints",
     "best.npz",

@@ -18,7 +18,7 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup, flatten_settings
-from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation, read_stopping
+from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation
 from fedjax_cfl.runs.display import describe_met_rule, print_summary
 from fedjax_cfl.runs.finish import Member, attempt, finish_run
 from fedjax_cfl.runs.labels import name_parts
@@ -253,6 +253,4 @@ def catch_signals() -> Iterator[list[int]]:
 
 def has_ended_early(settings: RunSettings, run_dir: Path) -> bool:
     """Returns whether the rows of a run say that it ends where they do."""
-    return settings.patience > 0 and read_stopping(read_metrics(run_dir)).should_stop(
-        settings.patience
-    )
+    return settings.patience > 0 and Validation(settings, read_metrics(run_dir)).should_stop()
