@@ -181,6 +181,10 @@ BOTH = {  # what `report` and `predict` refuse
     "a mapping of itself": (write_settings("\nz: &a {b: *a}\n", after=True), "it has an alias"),
     "settings of a list": (write_settings("[1]"), "config.yaml: cannot be read"),
     "no model": (write_settings("model: {module: null}"), "model.module is no group of settings"),
+    "parts without names": (
+        write_settings("\nmade_of: [1]\n", after=True),
+        "made_of is no group of settings",
+    ),
 }
 MODEL = "model: {module: {_target_: fedjax_cfl.models.MLP, "
 LOADED = {  # what only `predict` reads

@@ -41,24 +41,19 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
     share most clients. The rest are new, and keep the method's number if no group has had it.
     Followed from the last evaluation back: there numbers are the method's, as in its other files.
     """
-    groups = groups[::-1]
-    followed = np.full_like(groups, -1)
-    used: set[int] = set()
-    for row, own in enumerate(groups):
-        present = np.unique(own[own >= 0])
-        before = np.unique(followed[row - 1][followed[row - 1] >= 0]) if row else present[:0]
-        name = dict.fromkeys(present.tolist(), -1)
+    followed, used = [groups[-1]], {*groups[-1].tolist()}
+    for own in groups[-2::-1]:
+        present, before = (np.unique(each[each >= 0]) for each in (own, followed[-1]))
+        name = dict[int, int]()
         if before.size and present.size:
-            overlap = count_pairs(own, followed[row - 1], present, before)
-            for new, old in zip(*linear_sum_assignment(-overlap), strict=True):
-                if overlap[new, old]:
-                    name[int(present[new])] = int(before[old])
-        for group in name:
-            if name[group] < 0:
-                name[group] = group if group not in used else max(used) + 1
+            overlap = count_pairs(own, followed[-1], present, before)
+            pairs = np.transpose(linear_sum_assignment(-overlap)).tolist()
+            name = {int(present[new]): int(before[old]) for new, old in pairs if overlap[new, old]}
+        for group in present.tolist():
+            name.setdefault(group, group if group not in used else max(used) + 1)
             used.add(name[group])
-        followed[row] = pd.Series(own).map(name).fillna(-1)
-    return followed[::-1]
+        followed.append(pd.Series(own).map(name).fillna(-1).to_numpy(own.dtype))
+    return np.stack(followed[::-1])
 
 
 def count_pairs(

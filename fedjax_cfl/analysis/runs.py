@@ -123,15 +123,19 @@ def find_runs(paths: Iterable[str | Path]) -> list[Path]:
 def read_run(run_dir: Path) -> dict[str, Any]:
     """Returns a run's rows, numbers, names and what the command line or its caller changed.
 
-    Of the summary it has the names alone; all that is measured is from the rows. Raises InputError
-    for files that no run wrote.
+    What is compared, see `MEASURES`, is from the rows; names and the rest are from the summary.
+    Raises InputError for files that no run wrote.
     """
     summary, rows = results.read_json(run_dir / results.SUMMARY_FILE), results.read_metrics(run_dir)
     names = {name: summary[name] for name in IDENTITY if summary.get(name) is not None}
-    overrides, seed = summary.get("overrides") or [], summary.get("seed") or 0
-    shown = all(isinstance(n, str) and n.isprintable() and len(n) <= 1000 for n in names.values())
+    overrides, seed = summary.get("overrides") or [], summary.get("seed")
+    shown = all(
+        isinstance(name, int)
+        or (isinstance(name, str) and name.isprintable() and len(name) <= 1000)
+        for name in names.values()
+    )
     asked = isinstance(overrides, list) and all(isinstance(each, str) for each in overrides)
-    if not (shown and asked and isinstance(seed, int)):
+    if not (shown and asked and isinstance(seed, int | str | None)):
         raise InputError(
             f"{run_dir / results.SUMMARY_FILE}: overrides or names are no plain text, expected what"
             " a run writes"
@@ -168,7 +172,10 @@ def _list_parts(run_dir: Path) -> dict[str, str]:
     """
     file = run_dir / SETTINGS_FILE
     with refuse_damage(file):
-        if not file.is_file() or b"\nmade_of:" not in file.read_bytes():
-            return {}
-        parts = results.read_settings(run_dir)["made_of"].items()
-    return {str(n): str(v) for n, v in parts if not (isinstance(v, str) and ARRAY.search(v))}
+        made = file.is_file() and b"\nmade_of:" in file.read_bytes()
+    parts = results.read_settings(run_dir)["made_of"] if made else {}
+    return {
+        str(name): str(value)
+        for name, value in parts.items()
+        if not (isinstance(value, str) and ARRAY.search(value))
+    }

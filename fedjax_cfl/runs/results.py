@@ -278,8 +278,13 @@ def read_settings(run_dir: str | Path) -> dict[str, Any]:
     path = Path(run_dir) / ".hydra" / "config.yaml"
     with refuse_damage(path):
         settings = yaml.load(read_regular(path), PlainLoader)
-        if not isinstance(settings["model"]["module"], dict):
-            raise ValueError("model.module is no group of settings")
+        groups = {
+            "model.module": settings["model"]["module"],
+            "made_of": settings.get("made_of", {}),
+        }
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                raise ValueError(f"{name} is no group of settings")
     return settings
 
 
