@@ -359,7 +359,7 @@ def test_names_of_lines_stand_apart_at_their_ends():
 
 
 def test_ticks_of_who_moved_are_the_rounds_of_its_columns(runs):
-    figure = draw_run(read_run(runs / "ifca" / "0", None))["alluvial"]
+    figure = draw_run(read_run(runs / "ifca" / "0"))["alluvial"]
     assert figure.axes[0].get_xticks().tolist() == [1, 2, 3, 4]
     assert figure.axes[0].get_yticks().size == 0
 
@@ -409,7 +409,7 @@ def test_pictures_are_small(page):
 
 def test_pictures_keep_their_colours(runs):
     """Those of a figure of many: bands and their nodes, of every class."""
-    run = read_run(runs / "ifca" / "0", None)
+    run = read_run(runs / "ifca" / "0")
     table, found = read_run_tables(run)
     figure = draw_alluvial(found, run["rows"], table["labels"], "")
     exact = io.BytesIO()

@@ -41,7 +41,7 @@ def make_pivot(runs: pd.DataFrame, rows: str, columns: str, measure: str = "fina
         raise InputError(f"--measure {measure}: none of these runs has it; use final_{name}")
     names = {*rows.split("+"), *columns.split("+")}
     firsts = runs.drop_duplicates("label").set_index("label", drop=False)
-    settings = {label: _read_settings(run, names) for label, run in firsts.iterrows()}
+    settings = {str(label): _read_settings(run, names) for label, run in firsts.iterrows()}
     for axis, each in (("rows", rows), ("columns", columns)):
         for name in each.split("+"):
             if not any(name in of_set for of_set in settings.values()):

@@ -47,7 +47,7 @@ def save_figure(figure: Figure, path: Path) -> None:
     kind = path.suffix[1:]
     # no date and no drawn names: the same runs give the same file
     when = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    look = {"svg.fonttype": "none", "svg.hashsalt": "fedjax-cfl", "pdf.fonttype": 42}
+    look: Any = {"svg.fonttype": "none", "svg.hashsalt": "fedjax-cfl", "pdf.fonttype": 42}
     with results.atomic_write(path) as temporary, matplotlib.rc_context(look):
         figure.savefig(temporary, dpi=110, format=kind, metadata=when)
 

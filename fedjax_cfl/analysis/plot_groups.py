@@ -104,7 +104,7 @@ def _draw_flows(
         clients.groupby(["column", "unmet", "group", "kind"]).size().rename("share").reset_index()
     )
     bars["share"] /= groups.shape[1]
-    nodes = bars.groupby(["column", "group"], sort=False, as_index=False)["share"].sum()
+    nodes = bars.groupby(["column", "group"], sort=False)["share"].sum().reset_index()
     nodes["top"] = 1 - _add_before(nodes, ["column"]) - GAP * nodes.groupby("column").cumcount()
     tops = nodes.set_index(["column", "group"])["top"]
     bars["top"] = bars.join(tops, on=["column", "group"])["top"] - _add_before(
@@ -123,14 +123,15 @@ def _draw_flows(
             outlines = [bands[n] for n in np.flatnonzero(some)]
             faces = [colours[kind] for kind in found["kind"][some]]
             axes.add_collection(PolyCollection(outlines, fc=faces, alpha=alpha, linewidths=0))
-    shades = [UNKNOWN if bar.group < 0 else colours[bar.kind] for bar in bars.itertuples()]
+    each = bars[["group", "kind"]].to_numpy().tolist()
+    shades = [UNKNOWN if group < 0 else colours[kind] for group, kind in each]
     axes.bar(rounds[bars["column"]], -bars["share"], 2 * width, bars["top"], color=shades, lw=0)
     outline = {"fill": False, "ec": "0.2", "lw": 0.6}
     axes.bar(rounds[nodes["column"]], -nodes["share"], 2 * width, nodes["top"], **outline)
     last = nodes[nodes["column"] == len(groups) - 1]
-    for node in last[(last["group"] >= 0) & (last["share"] > 0.02)].itertuples():
-        place = rounds[-1] + width, node.top - node.share / 2
-        axes.text(*place, f" group {node.group}", va="center")
+    named = last[(last["group"] >= 0) & (last["share"] > 0.02)]
+    for group, height in zip(named["group"], named["top"] - named["share"] / 2, strict=True):
+        axes.text(rounds[-1] + width, height, f" group {group}", va="center")
     axes.spines[["left", "bottom"]].set_visible(False)
     axes.tick_params(axis="x", length=0)
     bottom = float((nodes["top"] - nodes["share"]).min())
@@ -166,12 +167,13 @@ def _mark_events(axes: Axes, rows: list[dict[str, Any]], bottom: float) -> dict[
     handles, rounds = {}, np.array([row["round"] for row in rows])
     for level, (field, (marker, face, words)) in enumerate(EVENTS.items()):
         marked = rounds[np.nan_to_num(series(rows, field)) > 0]
-        height, look = np.full(len(marked), 1.03 + 0.035 * level), {"marker": marker, "mfc": face}
-        axes.plot(marked, height, mec="black", markersize=5, ls="none", **look)
+        height = np.full(len(marked), 1.03 + 0.035 * level)
+        look: Any = {"marker": marker, "mfc": face, "mec": "black", "ls": "none"}
+        axes.plot(marked, height, markersize=5, **look)
         if len(marked) <= SNAPSHOTS:
             axes.vlines(marked, bottom, height, color="black", linewidth=0.6, linestyle=":")
         if marked.size:
-            handles[words] = Line2D([], [], mec="black", ls="none", **look)
+            handles[words] = Line2D([], [], **look)
     return handles
 
 

@@ -50,11 +50,12 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     runs = runs.reindex(columns=[*dict.fromkeys([*runs, *MEASURES, *IDENTITY, "seed", "data_id"])])
     runs[[*IDENTITY]] = runs[[*IDENTITY]].astype(object).fillna("").astype(str)
     runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
-    runs["score"] = [score_of(rows) for rows in runs["rows"]]
+    scores = [score_of(rows) for rows in runs["rows"]]
+    runs["score"] = pd.Series(scores, runs.index, dtype=object)
     runs["pair"] = (runs["seed"].map(str) + " " + runs["data_id"].map(str)).where(
         runs["seed"].notna()
     )
-    words = runs["score"].map(lambda score: score.words)
+    words = pd.Series([score.words for score in scores], runs.index)
     varying = [name for name in IDENTITY if runs[name].nunique() > 1]
     texts = [runs[name] for name in varying if name in DATA] + [words] * (words.nunique() > 1)
     runs["data"] = list(map(", ".join, zip(*texts, strict=True))) if texts else ""
@@ -148,9 +149,10 @@ def time_to_keep(rows: Rows, target: float) -> float | None:
     settled = [
         (row.get("evaluated_clients") or 0) + (row.get("groupless_clients") or 0) for row in rows
     ]
+    most = max(settled, default=0)
     for row, clients in zip(reversed(rows), reversed(settled), strict=True):
         value = row.get(f"macro_{score.name}")
-        if clients < max(settled) or value is None or score.is_better(target, value):
+        if clients < most or value is None or score.is_better(target, value):
             break
         reached = row.get("sim_time_s") or row["round"]
     return reached

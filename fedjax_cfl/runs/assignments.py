@@ -51,7 +51,7 @@ def read_lines(run_dir: Path) -> list[str]:
     """
     path = run_dir / PART
     if path.is_file():
-        return path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     if (found := read_assignments(run_dir)) is None:
         return []
     concepts = np.full_like(found.groups, -1) if found.concepts is None else found.concepts

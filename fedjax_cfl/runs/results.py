@@ -201,6 +201,7 @@ def check_numbers(where: str, row: dict[str, Any]) -> None:
     """Raises InputError unless the values of a row are numbers, lists of numbers or null; `where`
     begins the message.
     """
+    number: Any
     for name, value in row.items():
         for number in value if isinstance(value, list) and name in LIST_FIELDS else [value]:
             known = isinstance(number, int | float) and not isinstance(number, bool)
