@@ -459,6 +459,15 @@ def test_legends_are_not_cut_off(tmp_path, labels):
     assert axes.get_window_extent().height > 0.5 * height  # the figure grew with its legend
 
 
+def test_the_same_picture_is_the_same_file(tmp_path):
+    found = []
+    for name in ("one", "other"):
+        figure = plot.new_figure(4, 3)
+        figure.subplots().plot([0, 1, 0.5], marker="o")
+        found.append([path.read_bytes() for path in plot.save_pictures(figure, tmp_path / name)])
+    assert found[0] == found[1]
+
+
 def test_texts_from_files_do_nothing():
     text = "=1+1|<b>\x1b[31m\n\ud800"
     assert formatting.escape_text(text) == r"=1+1|<b>\x1b[31m\n\ud800"
