@@ -41,8 +41,8 @@ def sample_clients(num_clients: int, most: int, seed: int) -> np.ndarray:
 
 def format_grouping(round: int, group: np.ndarray, concept: np.ndarray) -> str:
     """Returns a line of assignments.jsonl, of groups and true groups [R] at an evaluation."""
-    found = {"round": int(round), "group": group.tolist(), "concept": concept.tolist()}
-    return json.dumps(found) + "\n"
+    line = {"round": int(round), "group": group.tolist(), "concept": concept.tolist()}
+    return json.dumps(line) + "\n"
 
 
 def read_lines(run_dir: Path) -> list[str]:

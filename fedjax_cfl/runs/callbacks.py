@@ -97,8 +97,8 @@ class Rows(RowCallback):
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
         """Raises RunError if metrics.jsonl is no longer the file that the run writes to."""
         self._check_present()
-        found = (np.asarray(each)[self.clients] for each in (grouping.groups, grouping.concepts))
-        self.groups.write(format_grouping(row["round"], *found))
+        both = (np.asarray(each)[self.clients] for each in (grouping.groups, grouping.concepts))
+        self.groups.write(format_grouping(row["round"], *both))
         self.groups.flush()
         results.append_row(self.metrics, row)
         self.counts = [count + 1 for count in self.counts]
