@@ -16,21 +16,21 @@ from fedjax_cfl.system.select import uniform
 
 HOME = Path(fedjax_cfl.__file__).parent
 LINES = {
-    "algorithms": 7900,
-    "analysis": 2960,
-    "cli": 3036,
-    "client": 2269,
-    "clustering": 1985,
-    "data": 7153,
-    "models": 1296,
-    "personal": 1128,
-    "round": 1145,
-    "runs": 3471,
-    "simulation": 3216,
+    "algorithms": 7684,
+    "analysis": 2828,
+    "cli": 2974,
+    "client": 2341,
+    "clustering": 1977,
+    "data": 6992,
+    "models": 1290,
+    "personal": 1106,
+    "round": 1156,
+    "runs": 3412,
+    "simulation": 3155,
     "system": 1570,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 40_360, 2159
+ALL_LINES, IMPORT_LINES = 39_752, 2093
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 
