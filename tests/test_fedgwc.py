@@ -2,6 +2,8 @@
 Davies-Bouldin index; FedAvg as a special case; planted groups; the bill.
 """
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,14 @@ from test_reference import batches_of, cross_entropy, gradient, mean, models_of,
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.fedgwc import davies_bouldin, fedgwc, find_parts, reward
+from fedjax_cfl.algorithms.fedgwc import (
+    Interactions,
+    davies_bouldin,
+    fedgwc,
+    find_parts,
+    reward,
+    weigh_pairs,
+)
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.system import select
 
@@ -186,6 +195,20 @@ def test_rewards_by_hand():
     other = np.exp(-2.25 / 1.5)
     found = reward(losses, size, member)
     np.testing.assert_allclose(found, [one / (one + other), other / (one + other), 1, 0], rtol=1e-4)
+
+
+def test_patience_is_that_of_rounds_in_a_row():
+    """Weights of the first group stand still, that of the second moves; of the third nobody came."""
+    pairs = jnp.full((3, 3), 0.5).at[2, 2].set(0.2)
+    memory = Interactions(jnp.array([0.0, 0.0, 0.3]), jnp.array([2, 2, 2]))
+    state = SimpleNamespace(memory=memory, rows={"weights": pairs})
+    cohort = SimpleNamespace(ids=jnp.arange(3), take=lambda rows: rows)
+    upload = SimpleNamespace(extra=jnp.ones((3, 2)), weight=jnp.ones(3))
+    member = jnp.array([[1.0, 0, 0], [1, 0, 0], [0, 1, 0]])
+    weights, found = weigh_pairs(state, cohort, upload, member, jnp.array([2.0, 1, 1]), 0.1)
+    np.testing.assert_allclose(weights, pairs.at[2, 2].set(1.0), atol=1e-6)
+    np.testing.assert_allclose(found.change, [0, 0.64, 0.3], atol=1e-6)
+    assert found.patience.tolist() == [3, 0, 2]
 
 
 def test_equal_losses_give_equal_rewards():

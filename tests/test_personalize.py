@@ -238,17 +238,27 @@ def test_new_clients_keep_what_is_their_own(toy, linear, local):
     "layer", [cfl.personal.ditto(), nightly(cfl.personal.apfl()), cfl.personal.fedper()]
 )
 def test_what_new_clients_keep_starts_from_the_model_of_their_group(toy, mlp, local, layer):
-    """They train with next to no step, so that they are served what they begin with."""
+    """They train with next to no step, so that they are served what they begin with. In the round
+    that names their groups they begin with a trained model, too, and not with a drawn one.
+    """
+    begun = []
 
     def make(select, lr=1e-9):
         one = local.replace(personal=layer, lr=lr)
-        return build(cfl.algorithms.ifca, mlp, one, select, m=2)
+        method = build(cfl.algorithms.ifca, mlp, one, select, m=2)
+
+        def watched(key, state, data):
+            jax.debug.callback(begun.append, state.rows[layer.name].values)
+            return method.round(key, state, data)
+
+        return method._replace(round=watched)
 
     few, key = take_clients(toy, np.arange(10)), jax.random.key(0)
     run = make(cfl.select.uniform(6), lr=0.2)
     state, one_round = jax.jit(run.init)(key, few), jax.jit(run.round)
     for _ in range(3):
         state = one_round(key, state, few)[0]
+    begun.clear()
     other = jax.random.key(1)  # what a run's start would draw now
     new = assign_newcomers(make, mlp, local.execution.mesh, state, toy, other, at_once=3)
     at = np.asarray(new.served.model_index)[10:]
@@ -256,3 +266,9 @@ def test_what_new_clients_keep_starts_from_the_model_of_their_group(toy, mlp, lo
     assert trains.sum() >= 3 and (new.groups[trains] >= 0).all()
     served, groups = matrix(new.served.models), matrix(state.groups)
     np.testing.assert_allclose(served[at[trains]], groups[new.groups[trains]], atol=1e-6)
+    jax.effects_barrier()
+    first = matrix(make(cfl.select.uniform(6)).first_rows(state)[layer.name])
+    assert len(begun) >= 2
+    for rows in begun:
+        gaps = np.abs(matrix(rows)[10:, None] - first)
+        assert (gaps.max(axis=-1).min(axis=1) == 0).all()

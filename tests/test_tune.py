@@ -249,3 +249,11 @@ def test_a_run_that_fails_is_said_without_a_traceback(tmp_path, fedjax_cfl):
     first, second = error.splitlines()
     assert status == 1 and first.startswith("fedjax-cfl: round 1: client ")
     assert second.endswith("t/validation: not all runs have ended; the same command goes on")
+
+
+def test_a_run_that_is_refused_has_the_last_line(tmp_path, fedjax_cfl):
+    """Not that the same command goes on: it is refused again."""
+    command = f"tune --out {tmp_path}/t --trial-seeds 1000,1001 --seeds 0 algorithm=fedavg"
+    status, _, error = fedjax_cfl(f"{command} dataset.clients=20 clients_per_round=30")
+    assert status == 2 and error.startswith("fedjax-cfl: clients_per_round=30")
+    assert error.count("\n") == 1

@@ -90,7 +90,8 @@ def run_part(
     folder: Path, overrides: list[str], seeds: tuple[int, ...], quiet: bool
 ) -> list[Trial]:
     """Runs a sweep in a folder, whose name is what it is scored on, and reads it; `quiet`: what it
-    prints goes to a file beside the folder. Raises RunError where not all runs have ended.
+    prints goes to a file beside the folder. Raises RunError where not all runs have ended, and
+    InputError, without a text, where one was refused: its line has been printed.
     """
     from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
 
@@ -101,6 +102,8 @@ def run_part(
             log = files.enter_context(folder.with_suffix(".log").open("a", encoding="utf-8"))
             files.enter_context(contextlib.redirect_stdout(log))
         status = run_arguments(["-m", *overrides, f"seed={','.join(map(str, seeds))}"])
+    if status == 2:
+        raise InputError("")
     if status:
         raise RunError(f"{folder}: not all runs have ended; the same command goes on")
     return read_trials(folder)

@@ -171,6 +171,7 @@ def assign_newcomers(
         return mix_newcomers(task, mesh, served, data, at_once)
     new = jnp.arange(total) >= known
     start = extend_state(trained, jax.jit(algorithm.init)(key, data), known)
+    # methods that look at updates name groups by what clients train from these rows
     start = start_rows(algorithm, start, start.assignment, new)
 
     @jax.jit
