@@ -2,6 +2,9 @@
 are served: tested, saved, read back, and joined by new clients.
 """
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +26,7 @@ from test_reference import KEY, L2, Model, mean, models_of, samples
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms import fedavg, fedem, fedrc
+from fedjax_cfl.algorithms.fedem import ClientMixture, remember_mixture
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.simulation import evaluate, memory
 from fedjax_cfl.simulation.personalize import (
@@ -34,7 +38,7 @@ from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
 from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import count_to_int
-from fedjax_cfl.types import ServedModels
+from fedjax_cfl.types import Cohort, ServedModels, State
 
 TABLE = np.array([[1, 7, 9, 2], [3, 1, 11, 6], [7, 13, 0, 3]])  # client 2 has no samples
 COHORTS = select.from_table(TABLE)
@@ -174,6 +178,27 @@ def test_rounds_are_those_of_the_twin(toy, linear, local, name, m, settings):
     assert sent.words_down == sent.words_up == words
     steps = local.epochs * sum(-(-SIZES[k] // local.batch_size) for k in TABLE.reshape(-1).tolist())
     assert sum(count_to_int(info.steps) for info in infos) == m * steps
+
+
+def test_what_is_lost_is_not_remembered():
+    """Client 2 has answered, the answer of client 0 is lost, client 1 was there before."""
+    before = ClientMixture(
+        jnp.full((3, 2), 0.5), jnp.array([False, True, False]), jnp.zeros((3, 2, 2)).at[1].set(1.0)
+    )
+    empty = State(*[None] * len(dataclasses.fields(State)))
+    sums = jnp.array([[[1.0, 3], [0, 4]], [[6, 0], [0, 2]]])
+    r = SimpleNamespace(
+        state=empty.replace(memory=jnp.full((2, 2), 0.5), rows={"mixture": before}),
+        cohort=Cohort(jnp.array([0, 2]), jnp.arange(2)),
+        upload=SimpleNamespace(weight=jnp.array([0.0, 8.0]), extra=sums),
+    )
+    state = remember_mixture(FLOOR)(r)
+    kept = state.rows["mixture"]
+    np.testing.assert_array_equal(kept.by_label, [np.zeros((2, 2)), np.ones((2, 2)), sums[1]])
+    np.testing.assert_allclose(kept.weights, [[0.5, 0.5], [0.5, 0.5], [0.75, 0.25]])
+    assert kept.met.tolist() == [False, True, True]
+    assert state.assignment.tolist() == [-1, 0, 0]
+    np.testing.assert_allclose(state.memory, [[7 / 8, 1 / 8], [1 / 4, 3 / 4]])
 
 
 def mixed(models, weights, x):
