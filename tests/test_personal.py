@@ -283,6 +283,12 @@ def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
     np.testing.assert_array_equal(expected.assignment, found.assignment)
 
 
+@pytest.mark.parametrize("method", [ditto(), pfedme()], ids=["ditto", "pfedme"])
+def test_a_client_is_served_what_it_keeps(method):
+    """And not the group's model, which both train beside it."""
+    assert method.serve({"w": 1.0}, {"w": 2.0}) == {"w": 1.0}
+
+
 @pytest.fixture(scope="module")
 def lost(toy, linear, local):
     """FedAvg with Ditto, whose clients' answers are all lost: (algorithm, clients of round 0, and
