@@ -3,9 +3,12 @@ in the method below.
 """
 
 import functools
+import importlib
 import itertools
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
@@ -281,6 +284,23 @@ def test_lanes_and_devices_change_nothing(toy, mlp, local, method):
     for a, b in zip(jax.tree.leaves(expected.rows), jax.tree.leaves(found.rows), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-5)
     np.testing.assert_array_equal(expected.assignment, found.assignment)
+
+
+def test_a_step_of_pfedme_by_hand(monkeypatch):
+    """Two inner steps on w^2 / 2 from the received model; the loss is that of the first."""
+    module = importlib.import_module("fedjax_cfl.personal.pfedme")
+    monkeypatch.setattr(module, "add_change", lambda solve, change: change.step)
+    local = SimpleNamespace(lr=0.1)
+    step = pfedme(lam=1.0, inner_steps=2, inner_lr=0.25).train(None, local, None)
+
+    def slope(theta, number):
+        return theta["w"] ** 2 / 2, theta
+
+    received = {"w": jnp.array(2.0)}
+    c = SimpleNamespace(slope=slope, number=0, lr=0.1, received=received)
+    w, theta, loss = step(c, {"w": jnp.array(1.0)}, {"w": jnp.array(9.0)})
+    # 2 -> 2 - 0.25 (2 + 2 - 1) = 1.25 -> 1.25 - 0.25 (1.25 + 1.25 - 1); w -> 1 - 0.1 (1 - 0.875)
+    np.testing.assert_allclose([theta["w"], w["w"], loss], [0.875, 0.9875, 2.0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("method", [ditto(), pfedme()], ids=["ditto", "pfedme"])
