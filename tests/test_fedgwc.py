@@ -198,7 +198,7 @@ def test_rewards_by_hand():
 
 
 def test_patience_is_that_of_rounds_in_a_row():
-    """Weights of the first group stand still, that of the second moves; nobody came of the third."""
+    """Weights of the first group stand still, that of the second moves; the third has not met."""
     pairs = jnp.full((3, 3), 0.5).at[2, 2].set(0.2)
     memory = Interactions(jnp.array([0.0, 0.0, 0.3]), jnp.array([2, 2, 2]))
     state = SimpleNamespace(memory=memory, rows={"weights": pairs})

@@ -450,6 +450,9 @@ def test_differences_are_of_the_same_seed():
     assert labels == ("high digits", "low digits", 2)
     assert [found[name] for name in ("mean", "low", "high")] == pytest.approx([0.1] * 3)
     assert [found[name] for name in ("ahead", "behind", "p", "p_holm")] == [2, 0, 0.5, 0.5]
+    twice = group("low", {1: 0.1}) + group("low", {1: 0.5}) + group("high", {1: 0.6})
+    (found,) = statistics.list_differences(label(twice), ["final_accuracy"]).to_dict("records")
+    assert (found["seeds"], found["mean"]) == (1, pytest.approx(0.1))  # the last one counts
     equal = label(group("low", {1: 0.5, 4: 0.3}) + group("high", {1: 0.5, 4: 0.3}))
     (found,) = statistics.list_differences(equal, ["final_accuracy"]).to_dict("records")
     assert [found[name] for name in ("seeds", "ahead", "behind", "p")] == [2, 0, 0, 1]

@@ -39,7 +39,7 @@ from fedjax_cfl.client.sgd import sgd
 from fedjax_cfl.keys import SELECT, TRAIN, derive_key
 from fedjax_cfl.method import Method, Start
 from fedjax_cfl.models import BatchNorm
-from fedjax_cfl.personal import feddyn, scaffold
+from fedjax_cfl.personal import ditto, feddyn, scaffold
 from fedjax_cfl.personal.scaffold import remove_correction
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.round.client_rows import find_members, reset_rows_of_movers
@@ -381,3 +381,12 @@ def test_runs_of_a_grid_are_what_they_are_alone(fedjax_cfl):
     row = alone.rows[-1]
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(alone.final.models))
     assert row["bytes_down"] == row["bytes_up"] == 2 * 2 * 6 * size
+
+
+def test_other_layers_stand_over_the_algorithm(toy, linear, local):
+    """Named before its correction, which changes the steps of SGD alone, they could not."""
+    algorithm = build(
+        algorithms.scaffold, linear, local.replace(personal=ditto()), select.uniform(6)
+    )
+    rows = jax.eval_shape(algorithm.init, KEY, toy).rows
+    assert rows.keys() == {"SCAFFOLD", "Ditto"}
