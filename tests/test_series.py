@@ -121,6 +121,12 @@ def test_what_fails_alike_is_said_once_and_leaves_nothing(fedjax_cfl, tmp_path):
     status, _, error = fedjax_cfl("-m dataset=npz dataset.source.path=no.npz seed=0,1 run_dir=new")
     assert status == 2 and error.count("\n") == 1 and "no.npz" in error
     assert not list(tmp_path.iterdir())
+    # seeds that fail together end no sweep either
+    line = "-m dataset=npz dataset.source.path=no.npz,none.npz seeds=2 run_dir=new"
+    status, out, error = fedjax_cfl(line)
+    assert status == 2 and "goes on from there" not in out
+    assert [text.split(":")[1] for text in error.splitlines()] == [" no.npz", " none.npz"]
+    assert not list(tmp_path.iterdir())
 
 
 MINE = """
