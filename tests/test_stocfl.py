@@ -3,6 +3,7 @@ clients that come later; the bill.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,14 @@ from test_reference import batches_of, gradient, mean, models_of, passes, traine
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.stocfl import place_groups, stocfl
+from fedjax_cfl.algorithms.stocfl import Common, move_common, place_groups, stocfl
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.keys import ASSIGN, TRAIN, derive_key
+from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import uniform_mean
 from fedjax_cfl.simulation.personalize import assign_newcomers, check_rule
 from fedjax_cfl.system import select
+from fedjax_cfl.types import Work
 
 EVERYBODY = select.full_participation()
 # by round: some meet; some of them and one without samples; newcomers and known ones; all
@@ -170,6 +173,23 @@ def place(apart, count, new, limit=0.5):
     given = jnp.asarray(apart + apart.T), jnp.array(count), jnp.array(new)
     found = SLOTS(*given, limit=limit)
     return [part.tolist() for part in found]
+
+
+def test_the_common_model_moves_by_the_rule_of_the_groups():
+    """A rule reads for it what it has read for them: the round before the groups have moved, all
+    clients in one group.
+    """
+    old = SimpleNamespace(memory=Common({"w": jnp.zeros((1, 2))}, {"w": jnp.full((1, 2), 3.0)}))
+    new = SimpleNamespace(memory=old.memory, replace=lambda memory: memory)
+    upload = SimpleNamespace(extra="second", replace=lambda delta: SimpleNamespace(delta=delta))
+
+    def rule(r):
+        assert r.state is old and r.upload.delta == "second" and not r.group.any()
+        return {"w": jnp.array([[1.0, 2.0], [9.0, 9.0]])}, None
+
+    work = Work(jnp.array([1, 0, 1]), jnp.ones(3), jnp.ones(3))
+    memory = move_common(rule)(Round(KEY, new, None, None, work, upload, old))
+    assert memory.common["w"].tolist() == [[4.0, 5.0]] and memory.anchor is old.memory.anchor
 
 
 def test_slots_by_hand():
