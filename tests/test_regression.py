@@ -120,6 +120,10 @@ def test_a_step_is_that_of_a_twin(loss, first_layer):
             w, b = w - 0.1 * (x.T @ slope / len(e))[:, None], b - 0.1 * slope.mean()
         trained.append((w, b))
     compare_heads(after, info, trained, losses)
+    # as clients are tested, and as they choose
+    by_hand = [0.25, 9.0] if loss == "squared" else [0.125, 0.7 * (3 - 0.35)]
+    tested = targets.loss_value(np.array([[0.5], [1.0]]), np.array([0.0, 4.0]))
+    np.testing.assert_allclose(tested, by_hand, rtol=1e-6)
 
 
 def twin(y, guess, owner, groups):

@@ -241,6 +241,8 @@ def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
     assert fedjax_cfl(command)[0] == 0
     assert json.loads((tmp_path / "t" / "chosen.json").read_text()) == first
     assert (tmp_path / "t" / "test" / "1" / "summary.json").stat().st_mtime_ns == before
+    status, _, error = fedjax_cfl(f"{command} local.epochs=2")
+    assert status == 2 and "is of a different run" in error and error.count("\n") == 2, error
 
 
 def test_a_run_that_fails_is_said_without_a_traceback(tmp_path, fedjax_cfl):
