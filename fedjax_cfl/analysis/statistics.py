@@ -117,9 +117,8 @@ def list_pairs(runs: pd.DataFrame) -> list[tuple[pd.DataFrame, pd.DataFrame]]:
 
 
 def list_gaps(one: pd.DataFrame, other: pd.DataFrame, measure: str) -> np.ndarray:
-    """Returns by how much each run of a set has more of a measure than the run of another set that
-    has the same seed and data [n], where both have it. Of several runs of a seed in one set the
-    last counts, in the order in which they were found, that of their folders.
+    """Returns by how much each run of a set has more of a measure than the run of another that has
+    its seed and data [n], where both have it; of runs of a set with one seed the last found counts.
     """
     ours, theirs = (
         members[["pair", measure]].dropna().drop_duplicates("pair", keep="last")
