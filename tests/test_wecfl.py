@@ -108,6 +108,7 @@ def test_rounds_are_those_of_a_slow_twin(toy, local, started):
         centers = means(models, labels, weight, centers)
         assert np.asarray(state.assignment)[size > 0].tolist() == labels[size > 0].tolist()
         np.testing.assert_allclose(matrix(state.groups), centers, atol=2e-5)
+        assert state.rows["models"].weight.tolist() == weight.tolist()
     sent = spent(begun, state)
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (24, 24, 0, 0)
 
