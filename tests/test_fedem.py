@@ -192,13 +192,13 @@ def test_what_is_lost_is_not_remembered():
         cohort=Cohort(jnp.array([0, 2]), jnp.arange(2)),
         upload=SimpleNamespace(weight=jnp.array([0.0, 8.0]), extra=sums),
     )
-    state = remember_mixture(FLOOR)(r)
+    state = remember_mixture(2.0)(r)  # where there are fewer samples of a label, 2
     kept = state.rows["mixture"]
     np.testing.assert_array_equal(kept.by_label, [np.zeros((2, 2)), np.ones((2, 2)), sums[1]])
     np.testing.assert_allclose(kept.weights, [[0.5, 0.5], [0.5, 0.5], [0.75, 0.25]])
     assert kept.met.tolist() == [False, True, True]
     assert state.assignment.tolist() == [-1, 0, 0]
-    np.testing.assert_allclose(state.memory, [[7 / 8, 1 / 8], [1 / 4, 3 / 4]])
+    np.testing.assert_allclose(state.memory, [[7 / 9, 2 / 9], [2 / 5, 3 / 5]])
 
 
 def mixed(models, weights, x):
