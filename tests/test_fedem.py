@@ -186,7 +186,7 @@ def test_what_is_lost_is_not_remembered():
         jnp.full((3, 2), 0.5), jnp.array([False, True, False]), jnp.zeros((3, 2, 2)).at[1].set(1.0)
     )
     empty = State(*[None] * len(dataclasses.fields(State)))
-    sums = jnp.array([[[1.0, 3], [0, 4]], [[6, 0], [0, 2]]])
+    sums = jnp.array([[[1.0, 4], [0, 3]], [[6, 0], [0, 2]]])
     r = SimpleNamespace(
         state=empty.replace(memory=jnp.full((2, 2), 0.5), rows={"mixture": before}),
         cohort=Cohort(jnp.array([0, 2]), jnp.arange(2)),

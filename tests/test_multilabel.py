@@ -94,6 +94,8 @@ def test_a_step_is_that_of_a_twin(first_layer):
             w, b = w - 0.5 * x.T @ slope, b - 0.5 * slope.sum(0)
         trained.append((w, b))
     compare_heads(after, info, trained, losses)
+    tested = task.targets.loss_value(jnp.array([[2.0, -1.0]]), jnp.array([[1, 1]]))
+    np.testing.assert_allclose(tested, [np.mean(np.log1p(np.exp([-2.0, 1.0])))], rtol=1e-6)
 
 
 def twin(y, guess):

@@ -2,9 +2,13 @@
 cases; planted groups; the bill.
 """
 
+import dataclasses
+from types import SimpleNamespace
+
 import chex
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ledger, matrix, one_line, spent
@@ -14,12 +18,14 @@ from test_fesem import COHORT, KEY, planted, play, trained
 
 import fedjax_cfl as cfl
 from fedjax_cfl.algorithms.fedavg import fedavg
-from fedjax_cfl.algorithms.fesem.fesem import fesem
-from fedjax_cfl.algorithms.fesem.start import cluster_local_models
+from fedjax_cfl.algorithms.fesem.fesem import fesem, keep_models
+from fedjax_cfl.algorithms.fesem.start import ClientModels, cluster_local_models
 from fedjax_cfl.algorithms.fesem.wecfl import wecfl
 from fedjax_cfl.keys import SELECT, START, TRAIN, derive_key
+from fedjax_cfl.method import Round
 from fedjax_cfl.simulation.personalize import check_rule
 from fedjax_cfl.system import select
+from fedjax_cfl.types import Cohort, State, Work
 
 
 def squares(models, centers):
@@ -111,6 +117,21 @@ def test_rounds_are_those_of_a_slow_twin(toy, local, started):
         assert state.rows["models"].weight.tolist() == weight.tolist()
     sent = spent(begun, state)
     assert (sent.units_down, sent.units_up, sent.words_down, sent.words_up) == (24, 24, 0, 0)
+
+
+def test_a_model_whose_answer_is_lost_stays_as_it_was_sent_last():
+    """Client 0 trains again, and client 2 for the first time; what client 0 sends is lost."""
+    kept = ClientModels(
+        {"w": jnp.ones((3, 2))}, jnp.array([True, False, False]), jnp.array([5.0, 0, 0])
+    )
+    empty = State(*[None] * len(dataclasses.fields(State)))
+    state = empty.replace(groups={"w": jnp.array([[0.0, 0], [10, 10]])}, rows={"models": kept})
+    work = Work(jnp.array([1, 1]), jnp.ones(2), jnp.ones(2))
+    sent = SimpleNamespace(weight=jnp.array([0.0, 7]), delta={"w": jnp.array([[1.0, 1], [2, 3]])})
+    cohort = Cohort(jnp.array([0, 2]), jnp.arange(2))
+    after = keep_models()(Round(KEY, state, None, cohort, work, sent, state)).rows["models"]
+    assert after.models["w"].tolist() == [[1, 1], [1, 1], [12, 13]]
+    assert after.known.tolist() == [True, False, True] and after.weight.tolist() == [5, 0, 7]
 
 
 @pytest.mark.nightly
