@@ -18,7 +18,7 @@ HOME = Path(fedjax_cfl.__file__).parent
 LINES = {
     "algorithms": 7684,
     "analysis": 2828,
-    "cli": 2974,
+    "cli": 2977,
     "client": 2341,
     "clustering": 1977,
     "data": 6992,
@@ -26,11 +26,11 @@ LINES = {
     "personal": 1106,
     "round": 1156,
     "runs": 3412,
-    "simulation": 3155,
+    "simulation": 3156,
     "system": 1570,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 39_752, 2093
+ALL_LINES, IMPORT_LINES = 39_756, 2093
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 
