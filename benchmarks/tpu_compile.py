@@ -167,7 +167,7 @@ def lower(setting: Setting, overrides: list[str], mesh: jax.sharding.Mesh) -> Lo
         values = {"local.lr": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=key.sharding)}
 
         def member(values):
-            own = build.build_algorithm(config, task, real, local, values, runs_as_one=True)
+            own = build.build_algorithm(config, task, real, local, values=values, runs_as_one=True)
             return own, drift
 
         functions = vectorize.member_functions(member, task, mesh, plan)

@@ -62,7 +62,7 @@ def trace_two(build, method, given, setting):
     (make, _), _, data, _ = build(method, members=True, given=given)
 
     def run(value):
-        algorithm, key = make({setting: value}), jax.random.key(0)
+        algorithm, key = make(values={setting: value}), jax.random.key(0)
         begun = algorithm.init(key, data)
         return begun, algorithm.round(key, begun, data)[0]
 

@@ -71,7 +71,7 @@ def test_a_run_whose_end_fails_in_every_way_has_its_models_and_summary(
         def on_end(self, take):
             sys.exit(4)
 
-    monkeypatch.setattr(launch, "build_callbacks", lambda _: ({"own": Own()}, []))
+    monkeypatch.setattr(launch.build, "build_callbacks", lambda _: ({"own": Own()}, []))
     sabotage(monkeypatch, "finish_assignments", KeyError("groups"))
     monkeypatch.setattr(extras, "finetune_clients", lambda *_: sys.exit(5))
     run = tmp_path / "run"

@@ -53,7 +53,7 @@ def test_what_a_command_starts_has_a_safe_path(tmp_path, monkeypatch):
         found.append(done.returncode)
         return 0
 
-    monkeypatch.setattr(command, "run_command", start)
+    monkeypatch.setattr("fedjax_cfl.cli.doctor.main", start)
     assert command.main() == 0
     assert found == [1] and not (tmp_path / "executed").exists()
     assert "PYTHONSAFEPATH" not in os.environ  # a notebook's own processes are as they were
