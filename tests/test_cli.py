@@ -323,6 +323,19 @@ def answer(line: str) -> None:
     build(asked.configs[0])
 
 
+def test_a_sweep_takes_further_seeds_and_no_others(tmp_path):
+    folders = []
+    with open_hydra():
+        for seeds in ("0,1", "0,1,2", "0,1,2", "5,0"):
+            asked = read_line([f"seed={seeds}", f"run_dir={tmp_path}/s"], True, COMMANDS)
+            if seeds == "5,0":
+                assert "already exists" in refusal(sweep.begin_sweep, asked)
+            else:
+                folders.append(sweep.begin_sweep(asked)[0])
+    assert folders == 3 * [tmp_path / "s"]
+    assert (tmp_path / "s" / "index.csv").read_text() == "run,seed\n0,0\n1,1\n2,2\n"
+
+
 @pytest.mark.parametrize("line", others_nightly(REFUSED, OFTEN))
 def test_bad_input_is_refused_in_one_line(line, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

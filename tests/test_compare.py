@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import yaml
+from conftest import nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl import formatting
@@ -654,7 +655,7 @@ def test_all_runs_are_one_frame(swept):
 NO_JAX = "raise ImportError('JAX is not needed for this')"
 
 
-@pytest.mark.parametrize("verb", ["compare", "report", "rank"])
+@pytest.mark.parametrize("verb", ["compare", nightly("report"), nightly("rank")])
 def test_what_compares_needs_no_jax(verb, swept, tmp_path):
     (tmp_path / "without" / "jax").mkdir(parents=True)
     (tmp_path / "without" / "jax" / "__init__.py").write_text(NO_JAX)

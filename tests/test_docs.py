@@ -35,7 +35,8 @@ FASTER = {
     "rounds=40, seeds=3)": "rounds=40, seeds=3, mesh=cfl.make_mesh(1))",
 }
 SLOW_PAGES = ("own_algorithm.md", "choosing_k.md", "hosts.md", "regression.md")
-SLOW_PAGES += ("multilabel.md", "run_directory.md")  # what they show has tests of its own
+SLOW_PAGES += ("multilabel.md", "run_directory.md", "first_run.md", "own_data.md", "own_model.md")
+# what they show has tests of its own
 PLACEHOLDER = re.compile(r"KEY=|RUN_DIR|TABLE|NAME\.\.\.|NPZ")
 
 

@@ -112,6 +112,7 @@ print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.from
 """
 
 
+@pytest.mark.nightly
 def test_two_processes_at_once(cache, server):
     command = [sys.executable, "-c", PROCESS, str(cache), server, SHA256, BODY.hex()]
     both = [

@@ -7,7 +7,7 @@ from itertools import pairwise
 import jax
 import numpy as np
 import pytest
-from conftest import matrix, spent
+from conftest import matrix, nightly, spent
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted
 from test_twins import Rule, follow, uneven
@@ -64,7 +64,7 @@ def group(groups, g=0):
 
 
 @pytest.mark.parametrize(
-    ("gamma", "min_size"), [(1.0, 2), (0.0, CLIENTS)], ids=["gamma", "min_size"]
+    ("gamma", "min_size"), [nightly(1.0, 2, id="gamma"), pytest.param(0.0, CLIENTS, id="min_size")]
 )
 def test_thresholds_never_met_are_fedavg(concepts, local, cutting, gamma, min_size):
     """A cycle, and the next one's begin: FedAvg whose every third round has all clients."""

@@ -186,6 +186,7 @@ def test_a_client_that_renames_its_units_does_not_matter():
 # The algorithm
 
 
+@pytest.mark.nightly
 def test_without_hidden_units_it_is_fesem(toy, linear, local):
     options = {"m": 2, "head": "plain", "mu": 0.5}
     begun, *_, last = play(build(fesem_ma, linear, local, COHORT, **options), toy, 2)

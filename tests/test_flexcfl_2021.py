@@ -85,6 +85,7 @@ def test_clients_are_tested_on_what_they_received(toy, linear, local):
     assert not any(np.array_equal(leaf, now) for leaf in older for now in present)
 
 
+@pytest.mark.nightly
 def test_a_setting_names_a_function_of_a_checkout(fedjax_cfl, tmp_path):
     line = "dataset.clients=8 clients_per_round=3 rounds=1 model=mclr local.epochs=1 run_dir=r"
     name = "papers.flexcfl_2021.received"

@@ -255,20 +255,24 @@ def decomposes(task, local, system, *, m=2, mu: Fraction | jax.Array = 0.1):
 OWN = "algorithm=fedavg vectorize=[algorithm.mu] algorithm.mu=0.01,0.9 algorithm._target_=own_grid."
 
 
+LOOPED = {
+    "algorithm=fedavg vectorize=[local.epochs] local.epochs=1,2": "they differ in local.epochs",
+    "algorithm=fedavg vectorize=[seed] seed=0,1 resident=host": "resident=host keeps their",
+    "algorithm=fedavg vectorize=[seed] seed=0,1 evaluate.validation=0.2 evaluate.patience=2": (
+        "each ends by a patience"
+    ),
+    "algorithm=fedavg personal=fedala vectorize=[personal.share] personal.share=0.5,1": (
+        "Python code asks for the number of a setting"
+    ),
+    OWN + "closes": "a function of one client closes over a setting",
+    OWN + "decomposes": "eigh of a batch of matrices can hang on several CPU devices",
+}
+BY_DAY = ("they differ in local.epochs", LOOPED[OWN + "decomposes"])
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
-    {
-        "algorithm=fedavg vectorize=[local.epochs] local.epochs=1,2": "they differ in local.epochs",
-        "algorithm=fedavg vectorize=[seed] seed=0,1 resident=host": "resident=host keeps their",
-        "algorithm=fedavg vectorize=[seed] seed=0,1 evaluate.validation=0.2 evaluate.patience=2": (
-            "each ends by a patience"
-        ),
-        "algorithm=fedavg personal=fedala vectorize=[personal.share] personal.share=0.5,1": (
-            "Python code asks for the number of a setting"
-        ),
-        OWN + "closes": "a function of one client closes over a setting",
-        OWN + "decomposes": "eigh of a batch of matrices can hang on several CPU devices",
-    }.items(),
+    [(line, why) if why in BY_DAY else nightly(line, why) for line, why in LOOPED.items()],
 )
 def test_what_cannot_be_one_program_is_run_one_after_another(
     line, why, tmp_path, monkeypatch, capsys

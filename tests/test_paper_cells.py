@@ -19,7 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"  # where `papers
 PATH = os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
+@pytest.mark.parametrize("number", [nightly(signal.SIGINT), nightly(signal.SIGTERM)])
 def test_an_interrupt_stops_the_cells_and_the_rest_is_run_later(verb, tmp_path, number):
     code = f"""
         import signal

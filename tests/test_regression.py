@@ -7,13 +7,14 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import call, lasting_rows, nightly, one_line, others_nightly, run_in, stop_and_go_on
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli.build import assemble
+from fedjax_cfl.cli.build import assemble, load_pool, resolve_settings
 from fedjax_cfl.data.datasets import csv, from_arrays, leaf, npy, npz, parquet
 from fedjax_cfl.scores import ACCURACY, RMSE
 from fedjax_cfl.simulation import evaluate
@@ -395,6 +396,12 @@ def test_files_of_numbers(tmp_path):
     for pool in pools:
         assert pool.y.dtype == np.float32 and pool.num_classes == 0 and pool.class_names is None
         np.testing.assert_array_equal(pool.y, y)
+    (tmp_path / "a.jsonl").write_text(pd.DataFrame(columns).to_json(orient="records", lines=True))
+    source = [f"dataset.source.{name}={value}" for name, value in names.items()]
+    config = resolve_settings(
+        ["dataset=jsonl", "task=regression", f"dataset.source.path={tmp_path}/a.jsonl", *source]
+    )
+    np.testing.assert_allclose(load_pool(config).y, y, rtol=1e-6)
     whole = from_arrays(own["x"], np.arange(24), num_classes=0)  # whole numbers are numbers, too
     assert whole.y.dtype == np.float32 and whole.num_classes == 0
 

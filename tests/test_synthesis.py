@@ -230,6 +230,7 @@ def test_a_warm_sampler_goes_on_from_the_last_round(make, reader, rotated, train
     assert after < before and after < confidence(reader, trained, again).mean()
 
 
+@pytest.mark.nightly
 @WARM
 def test_a_warm_sampler_recovers_from_a_model_that_was_not_finite(
     make, reader, rotated, trained, local

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from conftest import one_line
 
 import fedjax_cfl as cfl
 from fedjax_cfl.analysis import trials
@@ -251,6 +252,16 @@ def test_a_run_that_fails_is_said_without_a_traceback(tmp_path, fedjax_cfl):
     first, second = error.splitlines()
     assert status == 1 and first.startswith("fedjax-cfl: round 1: client ")
     assert second.endswith("t/validation: not all runs have ended; the same command goes on")
+
+
+def test_trials_of_another_command_are_refused_before_anything_runs(tmp_path):
+    """Finished runs would go on with more rounds, and the choice would be among runs of both."""
+    tune.check_folder(tmp_path, ["roudns=40"])  # a slip that no trial followed
+    tune.check_folder(tmp_path, ["rounds=40", "local.lr=0.1,0.2", "--share=0.2"])
+    (tmp_path / "validation").mkdir()
+    tune.check_folder(tmp_path, ["rounds=40", "local.lr=0.1,0.2", "--share=0.2"])
+    again = ["rounds=60", "local.lr=0.1,0.2", "--share=0.2"]
+    one_line("was begun with rounds=40, not rounds=60; use", tune.check_folder, tmp_path, again)
 
 
 def test_a_run_that_is_refused_has_the_last_line(tmp_path, fedjax_cfl):

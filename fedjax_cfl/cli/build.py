@@ -56,7 +56,7 @@ NOT_COMPILED += ("shared_samples.",)
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
-FILES = "csv", "huggingface", "leaf", "npy", "npz", "parquet"
+FILES = "csv", "huggingface", "jsonl", "leaf", "npy", "npz", "parquet"
 NUMBER_SOURCES = [f"{PACKAGE}data.datasets.{name}" for name in FILES]
 
 

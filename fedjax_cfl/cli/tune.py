@@ -28,7 +28,9 @@ from fedjax_cfl.analysis.trials import (
 )
 from fedjax_cfl.errors import InputError, RunError, parse_arguments
 from fedjax_cfl.formatting import escape_markup
-from fedjax_cfl.runs.results import write_columns, write_json
+from fedjax_cfl.runs.regular_files import read_regular, refuse_damage
+from fedjax_cfl.runs.results import write_columns, write_json, write_text
+from fedjax_cfl.runs.run_dir import make_dir
 from fedjax_cfl.scores import ACCURACY
 from fedjax_cfl.validation import Seed, check_value
 
@@ -59,6 +61,8 @@ def tune(
         if name in OWN:
             raise InputError(f"{name}: is set by tune itself; see fedjax-cfl tune --help")
 
+    trials_of = ",".join(map(str, trial_seeds))
+    check_folder(out, [*overrides, f"--share={share}", f"--trial-seeds={trials_of}"])
     more = [f"evaluate.validation={share}"] + ["curves=false"] * ("curves" not in names)
     trials = run_part(out / TRIALS, [*overrides, *more], trial_seeds, quiet)
     best = choose(trials)
@@ -84,6 +88,21 @@ def tune(
     show(trials, best, final)
     print(f"wrote trials.csv and chosen.json in {out}")
     return chosen
+
+
+def check_folder(out: Path, asked: list[str]) -> None:
+    """Notes in begun.txt what trials are asked for, all but the seeds of the last runs. Raises
+    InputError where there are trials of anything else: runs would go on with more rounds.
+    """
+    path = make_dir(out) / "begun.txt"
+    if (out / TRIALS).exists() and path.exists():
+        with refuse_damage(path):
+            before = read_regular(path).decode().splitlines()
+        if before != asked:
+            pairs = (before, asked), (asked, before)
+            there, here = (" ".join(text for text in a if text not in b) for a, b in pairs)
+            raise InputError(f"{out}: was begun with {there}, not {here}; use another --out")
+    write_text(path, "\n".join(asked) + "\n")
 
 
 def run_part(
@@ -166,7 +185,8 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     near = f"{100 * TIE:g} {'points' if kind.percent else '%'}"
     print(f"chosen: of those within {near} of the best the one that sends fewest models")
     sd = f" ± {kind.format(float(np.std(final.scores, ddof=1)))}" if len(final.scores) > 1 else ""
-    print(f"test: {kind.format(final.mean)}{sd} over {len(final.scores)} seeds, mean over clients")
+    over = f"{len(final.scores)} seeds, mean over clients and the last tenth of tests"
+    print(f"test: {kind.format(final.mean)}{sd} over {over}")
 
 
 def read_seeds(text: str) -> tuple[int, ...]:
