@@ -544,7 +544,9 @@ def test_help_and_the_whole_configuration(fedjax_cfl, monkeypatch):
     assert fedjax_cfl("lst --help")[:2] == (status, out) and "Traceback" not in out
     assert {name for name in COMMANDS if f"fedjax-cfl {name} " not in out} == set()
     for name in ("", *COMMANDS):
-        assert max(map(len, fedjax_cfl(f"{name} --help")[1].splitlines())) < 80, name
+        shown = fedjax_cfl(f"{name} --help")[1]
+        assert shown or name == "paper", name  # which says on stderr where no checkout is
+        assert all(len(text) < 80 for text in shown.splitlines()), name
     status, out, _ = fedjax_cfl("algorithm=ifca --cfg job")
     assert status == 0 and "fedjax_cfl.algorithms.ifca" in out
     assert fedjax_cfl("--version")[1].startswith("fedjax-cfl ")
