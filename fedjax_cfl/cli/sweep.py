@@ -40,8 +40,9 @@ def begin_sweep(line: Line) -> tuple[Path, list[str]]:
     place = [parse_override(time.strftime("run_dir=multirun/%Y%m%d-%H%M%S")), *places][-1]
     folder, points = Path(str(place.value())), list_points(line.choices)
     index = folder / INDEX_FILE
-    # with further seeds at its end it is the same sweep
-    begun = index.is_file() and format_index(points).encode().startswith(index.read_bytes())
+    before = index.read_bytes().splitlines() if index.is_file() else []
+    # with further values at its end it is the same sweep
+    begun = before and before == format_index(points).encode().splitlines()[: len(before)]
     if begun and line.configs[0]["resume"] != "never":
         refuse_links(folder)
     else:

@@ -99,9 +99,7 @@ def check_folder(out: Path, asked: list[str]) -> None:
         with refuse_damage(path):
             before = read_regular(path).decode().splitlines()
         if before != asked:
-            pairs = (before, asked), (asked, before)
-            there, here = (" ".join(text for text in a if text not in b) for a, b in pairs)
-            raise InputError(f"{out}: was begun with {there}, not {here}; use another --out")
+            raise InputError(f"{out}: was begun with {' '.join(before)}; use another --out")
     write_text(path, "\n".join(asked) + "\n")
 
 
