@@ -211,7 +211,7 @@ def meet_common(c):
 def report_labels(c):
     """Clients that may report, and whose data have changed, send their label counts."""
     kept = c.state.rows["reports"]
-    changed = np.asarray(kept.pending | c.data.shifted) & np.asarray(kept.heard)
+    changed = np.asarray(kept.pending | c.data.shifted) & np.asarray(kept.may_report)
     return {"words_up": CLASSES * (changed & (held(c) > 0))}
 
 
@@ -399,7 +399,7 @@ def test_fedgwc_sends_all_models_to_clients_without_a_group(play):
     _, rounds = play("algorithm=fedgwc", *OWN["fedgwc"], change=change)
     for c, _ in rounds:
         assert_work_is_billed(c)
-        assert_sent(c)
+        assert_sent(c, words_up=c.extra + is_new(c))  # and the group that it has chosen
     assert rounds[0][0].after.max() == GROUPS
 
 

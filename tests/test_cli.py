@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from conftest import nightly, others_nightly, refusal
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from fedjax_cfl.cli import names, sweep
@@ -440,10 +441,40 @@ def compositions(monkeypatch):
     return composed
 
 
+def test_runs_of_a_sweep_have_what_hydra_itself_composes():
+    """Settings and Hydra's own node, of runs that differ in a number, an option and a layer."""
+    with open_hydra() as app:
+        sweep = ["algorithm=ifca,flexcfl", "local.lr=0.1,0.2", "hydra.sweep.dir=there", "rounds=3"]
+        master = app.compose_config(
+            "config", sweep, run_mode=RunMode.MULTIRUN, with_log_configuration=False
+        )
+        for run in (
+            ["algorithm=ifca", "local.lr=0.1", "rounds=3"],
+            ["algorithm=flexcfl", "personal=ditto", "local.lr=0.2", "rounds=3"],
+        ):
+            theirs = app.config_loader.load_sweep_config(master, run)
+            ours = names.compose_run(master, run)
+            assert OmegaConf.to_container(ours) == OmegaConf.to_container(theirs)
+            # resolved once a sweep, not once a run
+            assert ours.hydra.sweep.dir == theirs.hydra.sweep.dir == "there"
+
+
 def test_hydra_composes_a_run_once(fedjax_cfl, compositions):
     line = "algorithm=ifca dataset.clients=12 algorithm.m=2 local.lr=0.1 rounds=2 seed=3"
     assert fedjax_cfl(line)[0] == 0
     assert len(compositions) == 1
+
+
+def test_a_sweep_is_composed_no_more_often_the_more_runs_it_has(
+    fedjax_cfl, compositions, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    counts = []
+    for rates in ("0.1,0.2", "0.1,0.2,0.3,0.4"):
+        before = len(compositions)
+        assert fedjax_cfl(f"-m algorithm=ifca local.lr={rates} curves=false")[0] == 0
+        counts.append(len(compositions) - before)
+    assert counts[1] <= counts[0] <= 3  # for the checks, and as Hydra's sweep
 
 
 def test_a_node_of_a_function_can_be_added_with_its_arguments_in_any_order():

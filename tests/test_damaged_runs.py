@@ -141,7 +141,7 @@ BOTH = {  # what `report` and `predict` refuse
     "no client": (change(C, client=None), "it has no column client"),
     "no group": (change(C, group=None), "it has no column group"),
     "no concept": (change(C, concept=None), "it has no column concept"),
-    "two columns of a name": (name_twice, "Multiple matches for FieldRef.Name(group)"),
+    "two columns of a name": (name_twice, 'Field "group" exists 2 times'),
     "a null group": (change(C, group=[None, *WHOLE[1:]]), "column group has nulls"),
     "text groups": (change(C, group=["a"] * K), "Failed to parse string: 'a'"),
     "half a group": (change(C, group=[0.5] * K), "0.500000 was truncated"),

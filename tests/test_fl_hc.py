@@ -140,6 +140,6 @@ def test_fl_hc_takes_newcomers_to_the_largest_group(concepts, linear, local, clu
 def test_groups_do_not_depend_on_devices_or_slots(concepts, linear, local, clustered_once):
     spread = with_execution(local, mesh=make_mesh(4), width=2)
     method = fl_hc(linear, spread, select.full_participation(), m=3, warm_up=2, newcomers="nearest")
-    many = play(method, concepts, 4)[-1]
+    many = play(method, uneven(concepts), 4)[-1]
     assert many.active.sum() == 3
     chex.assert_trees_all_close(many, clustered_once[4], rtol=1e-4, atol=1e-5)

@@ -234,4 +234,4 @@ def test_a_run(fedjax_cfl, hf, tmp_path):
     status, out, error = fedjax_cfl(f"{line} dataset.source.path={tmp_path}/mine")
     assert status == 0 and error == "" and out.startswith("fedavg on huggingface: 3 clients, 2 cl")
     status, out, error = fedjax_cfl(f"{line} dataset.source.path=mine dataset.source.x=3")
-    assert status == 2 and "dataset.source.x=3: must be null, the name of a column" in error
+    assert status == 2 and "dataset.source.x=3: must be null, text or a list of names" in error

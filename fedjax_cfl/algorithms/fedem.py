@@ -113,6 +113,7 @@ def federated_mixture(
         finish=remember_mixture(least_count),
         # `shrink` reads the sizes of all clients
         start_clients=None if shrink else no_clients,
+        takes_newcomers=True,  # a client that trains finds its weights
     )
     return federated(task, local, system, method)._replace(serve=serve_mixture)
 

@@ -1,15 +1,18 @@
 """`fedjax-cfl look FILE --y label --client user`: what a run would see of a file, before any runs.
 
-Clients, samples, who has which labels, scales of features, and the settings that follow from them.
-KEY=VALUE behind it as for a run.
+Clients, samples, who has which labels, scales of features, how many groups clients seem to fall
+into, and the settings that follow from them. FILE may be a folder of images. KEY=VALUE behind it as
+for a run.
 """
 
 import argparse
 import shlex
 from pathlib import Path
+from textwrap import shorten
 
 import numpy as np
 
+from fedjax_cfl.analysis.suggest import suggest_groups
 from fedjax_cfl.analysis.tables import print_table
 from fedjax_cfl.cli.build import assemble
 from fedjax_cfl.cli.names import FILES, find_reader
@@ -27,7 +30,9 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that say what is in a file."""
-    parser.add_argument("file", metavar="FILE", help="a table (.csv, .jsonl, .parquet) or .npz")
+    parser.add_argument(
+        "file", metavar="FILE", help="a table, as .csv, .npz, or images in a folder"
+    )
     parser.add_argument("--y", metavar="COLUMN", default="label", help="labels; default: label")
     parser.add_argument("--client", metavar="COLUMN", help="whose sample a row is")
     parser.add_argument("--split", metavar="COLUMN", help="train or test")
@@ -38,17 +43,18 @@ def name_data(options: argparse.Namespace) -> list[str]:
     """Returns the settings of a run by which a file is read. Raises InputError for a file of no
     known kind.
     """
-    kind = find_reader(options.file)
+    kind = "image_folder" if Path(options.file).is_dir() else find_reader(options.file)
     if kind is None:
         raise InputError(
-            f"{options.file}: ends in none of .{', .'.join(FILES)}; of other data name settings, as"
-            " fedjax-cfl tune --methods fedavg,ifca dataset=image_folder dataset.source.path=..."
+            f"{options.file}: ends in none of .{', .'.join(FILES)}, and is no folder of images; of"
+            " other data name settings, as fedjax-cfl tune --methods fedavg,ifca"
+            " dataset=huggingface dataset.source.path=..."
         )
-    name = Path(options.file).name.partition(".")[0]
+    name = Path(options.file).resolve().name.partition(".")[0]
     settings = [f"dataset={kind}", f"dataset.source.path={quote(options.file)}"]
     settings += [f"dataset.name={quote(name)}"]
     roles = {"y": options.y, "client": options.client, "split": options.split}
-    named = {role: name for role, name in roles.items() if FILES[kind] and name is not None}
+    named = {role: name for role, name in roles.items() if FILES.get(kind) and name is not None}
     settings += [f"dataset.source.{role}={quote(name)}" for role, name in named.items()]
     return [*settings, *options.settings]
 
@@ -59,15 +65,31 @@ def quote(text: str) -> str:
     return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def look(settings: list[str]) -> list[str]:
+def look(settings: list[str]) -> tuple[list[str], int | None]:
     """Prints what a run of these settings would see of its data; returns them with those that
-    follow. Raises InputError for data that cannot be read.
+    follow, and the number of groups that clients seem to fall into, None: unknown. Raises
+    InputError for data that cannot be read.
     """
     config, _, data, _ = assemble(settings)
     print(f"{config['dataset']['name']}: {format_description(data)}")
+    if data.columns and data.x.ndim == 2:
+        print(
+            shorten(f"features: {', '.join(map(str, data.columns.names))}", 300, placeholder=" ...")
+        )
     if data.num_classes:
         show_labels(data)
-    return [*settings, *suggest_scaling(config, data)]
+    return [*settings, *suggest_scaling(config, data)], show_groups(data)
+
+
+def show_groups(data: FederatedData) -> int | None:
+    """Prints by what clients seem to fall into groups; returns the number of the clearest."""
+    found = suggest_groups(data)
+    for by, groups, silhouette, chance in found:
+        print(f"groups: by their {by} clients fall into {groups}", end=" ")
+        print(f"(silhouette {silhouette:.2f}, by chance at most {chance:.2f})")
+    if not found:
+        print("groups: neither labels nor features say that clients fall into some")
+    return found[0].groups if found else None
 
 
 def show_labels(data: FederatedData) -> None:
@@ -99,7 +121,7 @@ def suggest_scaling(config: dict, data: FederatedData) -> list[str]:
     spread = dict(zip(map(str, names), scaling.deviation[0].tolist(), strict=True))
     low, high = min(spread, key=spread.__getitem__), max(spread, key=spread.__getitem__)
     far = np.abs(scaling.mean).max()
-    print(f"features: {len(spread)}, deviations {spread[low]:.3g} ({low}) to", end=" ")
+    print(f"scales: {len(spread)} features, deviations {spread[low]:.3g} ({low}) to", end=" ")
     print(f"{spread[high]:.3g} ({high}), means up to {far:.3g}", end="; ")
     if 1 / UNLIKE < spread[low] <= spread[high] < UNLIKE and far <= UNLIKE:
         print("taken as they are")
@@ -113,5 +135,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="fedjax-cfl look", description=__doc__)
     add_arguments(parser)
     options = parse_arguments(parser, argv)
-    print("fedjax-cfl", shlex.join(look(name_data(options))))
+    settings, groups = look(name_data(options))
+    given = groups is None or any(text.startswith("dataset.groups=") for text in settings)
+    print("fedjax-cfl", shlex.join(settings if given else [*settings, f"dataset.groups={groups}"]))
     return 0

@@ -204,6 +204,8 @@ def run_sweep(app: Any, line: Any) -> int:
 
     sweep.suggest_room(line)
     folder, overrides = sweep.begin_sweep(line)
+    if line.composed.hydra.launcher._target_.endswith(".BasicLauncher"):  # in this process
+        app.config_loader.load_sweep_config = names.compose_run
     try:
         batches = app.multirun("config", run_config, overrides)
     except Exception as error:

@@ -4,7 +4,8 @@ file of your own, each tuned alike.
 Looks at the data (`fedjax-cfl look`), tunes each method on validation samples, with as many trials
 (`fedjax-cfl tune --methods`), tests what was chosen on other seeds, and writes a table
 (`fedjax-cfl compare`) and a page (`fedjax-cfl report`). It prints the commands that it stands for,
-and goes on where it stopped. A method may have layers: flexcfl+ditto. KEY=VALUE as for a run.
+and goes on where it stopped. A method may have layers, flexcfl+ditto, and may be a function of your
+own, mine.sticky_ifca. KEY=VALUE as for a run.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 
 METHODS, SEEDS = "fedavg,ifca,flexcfl,flexcfl+ditto", (0, 1, 2, 3, 4)
 RATES = "0.01", "0.03", "0.1"  # step sizes that are tried with each number of groups
-GROUPS = "2", "4"
+GROUPS = "2", "4"  # where a look at the data suggests others, those and 2
 MORE_RATES = "0.001", "0.003", *RATES, "0.3"  # by a method without groups: as many trials
 
 
@@ -41,20 +42,26 @@ def study(
     and tested on other seeds; prints, and writes a table and a page in a folder. The same call
     goes on where it stopped.
 
-    Args: `file` is a table or an .npz; `y`, `client` and `split` are columns of a table: labels,
-    whose sample a row is, train or test; `methods` are names, with layers as flexcfl+ditto;
-    `settings` are as on the command line, KEY=VALUE: values that they give are not tuned; `out` is
-    the folder; `seeds` are those of the tests. Returns what `compare` has in its table, a row per
-    method. Raises InputError for what cannot be read or does not exist.
+    Args: `file` is a table, an .npz or a folder of images; `y`, `client` and `split` are columns of
+    a table: labels, whose sample a row is, train or test; `methods` are names, or dotted names of
+    functions of one's own, with layers as flexcfl+ditto; `settings` are as on the command line,
+    KEY=VALUE: values that they give are not tuned; `out` is the folder; `seeds` are those of the
+    tests. Returns what `compare` has in its table, a row per method. Raises InputError for what
+    cannot be read or does not exist.
     """
     from fedjax_cfl.cli.main import open_hydra
 
     source = argparse.Namespace(
         file=str(file), y=y, client=client, split=split, settings=list(settings)
     )
-    with open_hydra():
+    with open_hydra():  # a misspelt name is answered before the data are read
         tried = {method: list_tried(method, settings) for method in methods}
-    common, out = look(name_data(source)), Path(out)
+    common, groups = look(name_data(source))
+    out = Path(out)
+    if groups and str(groups) not in GROUPS:
+        with open_hydra():
+            both = "2", str(groups)
+            tried = {method: list_tried(method, settings, both) for method in methods}
     folders = [out / method for method in methods]
     for method, values in tried.items():
         command = ["tune", "--out", str(out), "--methods", method, *common, *values]
@@ -69,16 +76,16 @@ def study(
     return table
 
 
-def list_tried(method: str, settings: Sequence[str]) -> list[str]:
+def list_tried(method: str, settings: Sequence[str], groups: Sequence[str] = GROUPS) -> list[str]:
     """Returns what is tried for a method, as settings of several values: step sizes and, of a
-    method that has them, numbers of groups; but for what is given.
+    method that has them, numbers of `groups`; but for what is given.
     """
     said = {text.lstrip("+").partition("=")[0] for text in settings}
     config = read_line([*split_method(method), "dataset.groups=7"], False, ()).configs[0]
     grouped = config["algorithm"].get("m") == 7 and not {"dataset.groups", "algorithm.m"} & said
     rates = RATES if grouped else MORE_RATES
     tried = {} if "local.lr" in said else {"local.lr": rates}
-    tried |= {"dataset.groups": GROUPS} if grouped else {}
+    tried |= {"dataset.groups": groups} if grouped else {}
     return [f"{name}={','.join(values)}" for name, values in tried.items()]
 
 

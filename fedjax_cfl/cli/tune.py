@@ -9,6 +9,7 @@ the samples set apart, in the last runs neither, so that clients keep their size
 
 import argparse
 import contextlib
+import inspect
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -127,11 +128,21 @@ def run_part(
 
 
 def split_method(method: str) -> list[str]:
-    """Returns the settings of a method with its layers: flexcfl+ditto, or ifca+scaffold+ditto."""
+    """Returns the settings of a method with its layers: flexcfl+ditto, or ifca+scaffold+ditto; or
+    of a function of the user's own, mine.sticky_ifca, whose m is dataset.groups. Raises InputError
+    for one that cannot be imported.
+    """
     algorithm, *layers = method.split("+")
+    chosen = [f"algorithm={algorithm}"]
+    if "." in algorithm:
+        from fedjax_cfl.cli.settings import resolve_target  # it imports JAX
+
+        takes = inspect.signature(resolve_target("algorithm", algorithm)).parameters
+        chosen = ["algorithm=fedavg", f"algorithm._target_={algorithm}"]
+        chosen += ["algorithm.m=${dataset.groups}"] if "m" in takes else []
     personal = layers[0] if len(layers) == 1 else f"[{','.join(layers)}]"
     more = [f"personal={personal}", f"algorithm.name={method}"] if layers else []
-    return [f"algorithm={algorithm}", *more]
+    return [*chosen, *more]
 
 
 def tune_methods(
@@ -182,9 +193,22 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
         )
     near = f"{100 * TIE:g} {'points' if kind.percent else '%'}"
     print(f"chosen: of those within {near} of the best the one that sends fewest models")
+    for name, value in best.settings.items():
+        print_edge(name, value, [trial.settings.get(name, "") for trial in trials])
     sd = f" ± {kind.format(float(np.std(final.scores, ddof=1)))}" if len(final.scores) > 1 else ""
     over = f"{len(final.scores)} seeds, mean over clients and the last tenth of tests"
     print(f"test: {kind.format(final.mean)}{sd} over {over}")
+
+
+def print_edge(name: str, chosen: str, tried: list[str]) -> None:
+    """Says that of at least three numbers tried the first or the last was chosen."""
+    try:
+        values = sorted({float(value) for value in tried})
+    except ValueError:
+        return
+    if len(values) > 2 and (number := float(chosen)) in (values[0], values[-1]):
+        end, more = ("smallest", "smaller") if number == values[0] else ("largest", "larger")
+        print(f"{name}={chosen} is the {end} that was tried; a {more} one may be better")
 
 
 def read_seeds(text: str) -> tuple[int, ...]:

@@ -3,13 +3,13 @@
 import contextlib
 import inspect
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from fedjax_cfl.errors import InputError, suggest_nearest
 from fedjax_cfl.models.layers import flatten, mark_real
@@ -47,8 +47,10 @@ def as_task(
     one logit per class.
     """
     if not isinstance(module, nn.Module):
-        shown = type(module).__name__ if isinstance(module, nnx.Module) else repr(module)
-        remedy = "; write this flax.nnx module with flax.linen" if shown != repr(module) else ""
+        nnx = sys.modules.get("flax.nnx")  # a quarter of a second to import
+        other = nnx is not None and isinstance(module, nnx.Module)
+        shown = type(module).__name__ if other else repr(module)
+        remedy = "; write this flax.nnx module with flax.linen" if other else ""
         raise InputError(f"model {shown}: a flax.linen.Module is allowed{remedy}")
     targets = targets or (CLASSIFICATION if num_classes else REGRESSION)
     if num_classes and targets.name != CLASSIFICATION.name:

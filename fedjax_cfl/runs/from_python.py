@@ -33,7 +33,7 @@ from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Key
 
 NAMED = ("algorithm", "dataset", "partition", "model")  # parts that a caller may name
-ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(50, 5, 2)  # as in conf/config.yaml
+ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(100, 5, 2)  # as in conf/config.yaml
 PLAIN = bool | int | float | complex | str | None
 WHERE = Execution, Mesh  # say where a run computes, not what
 OURS = "fedjax_cfl", "jax", "jaxlib", "builtins"  # what their objects hold is found elsewhere

@@ -246,7 +246,9 @@ def read_columns(
     other columns than a run writes.
     """
     with refuse_damage(path), open_regular(path) as handle:
-        table = pyarrow.parquet.read_table(handle, page_checksum_verification=True)
+        # not `read_table`, which imports pandas
+        file = pyarrow.parquet.ParquetFile(handle, page_checksum_verification=True)
+        table = file.read()
         metadata = table.schema.metadata or {}
         check_run(metadata.get(RUN_ID, b"").decode(errors="replace"), run_id)
         if not table.num_rows:
