@@ -15,6 +15,10 @@ class InputError(ValueError):
     """
 
 
+class SaidBefore(InputError):
+    """What another line on stderr has said; the command line prints nothing more."""
+
+
 class FinishedRun(InputError):
     """A directory holds the run already, finished. A sweep passes over it."""
 

@@ -28,6 +28,7 @@ from fedjax_cfl.method import Round
 from fedjax_cfl.simulation.evaluate import ari
 from fedjax_cfl.system.reports import count_bytes
 from fedjax_cfl.system.select import full_participation, uniform
+from fedjax_cfl.types import Rows
 
 KEY = jax.random.key(3)
 QUICK = {"samples": 4, "search_steps": 20}
@@ -137,16 +138,23 @@ def test_new_groups_are_the_means_of_their_clients_models(linear, toy, local, mo
     after, _ = jax.jit(algorithm.round)(KEY, state, toy)
     assert np.mean(after.assignment != state.assignment) > 0.2
     # each client alone, from the model of the group it was in
-    alone = cfl.algorithms.nonfed(linear, local, full_participation())
     own = jax.tree.map(lambda leaf: leaf[state.assignment], models)
-    trained, _ = jax.jit(alone.round)(KEY, alone.init(KEY, toy).replace(groups=own), toy)
-    trained, weight = matrix(trained.groups), np.asarray(toy.train.size)
+    trained, weight = matrix(train_alone(linear, local, toy, own)), np.asarray(toy.train.size)
     expected = matrix(models)
     for j in range(3):
         members = [i for i in range(toy.num_clients) if after.assignment[i] == j and weight[i]]
         if members:
             expected[j] = trained[members].mean(axis=0)
     np.testing.assert_allclose(matrix(after.groups), expected, atol=2e-5)
+
+
+def train_alone(task, local, data, models):
+    """Returns the models [K, ...] that clients train in one round, each from its own one."""
+    alone = cfl.algorithms.nonfed(task, local, full_participation())
+    state = alone.init(KEY, data)
+    rows = Rows(models, jnp.ones(data.num_clients, bool))
+    state = state.replace(rows=state.rows | {"NonFed": rows})
+    return jax.jit(alone.round)(KEY, state, data)[0].rows["NonFed"].values
 
 
 def skew(toy):
@@ -165,13 +173,12 @@ def test_a_round_moves_clients_by_the_labels_they_hold(linear, toy, local, model
     state = at_once(algorithm.init, KEY, skewed).replace(groups=models)
     after, _ = jax.jit(algorithm.round)(KEY, state, skewed)
     own = jax.tree.map(lambda leaf: leaf[state.assignment], models)
-    alone = cfl.algorithms.nonfed(linear, local, full_participation())
-    trained, _ = jax.jit(alone.round)(KEY, alone.init(KEY, skewed).replace(groups=own), skewed)
+    trained = train_alone(linear, local, skewed, own)
     sampler = back_search(**QUICK)(linear, local)
     samples, _ = at_once(sampler.sample, derive_keys(KEY, 0)[REGROUP], (), models, skewed)
     cohort = make_cohort(jnp.arange(skewed.num_clients), skewed, local.execution)
     ids = np.minimum(cohort.ids, skewed.num_clients - 1)
-    delta = jax.tree.map(lambda new, old: (new - old)[ids], trained.groups, own)
+    delta = jax.tree.map(lambda new, old: (new - old)[ids], trained, own)
     present = state.assignment[ids]
     distance = class_distances(linear, local)(cohort, skewed, (models, samples), (present, delta))
     share = train_label_shares(skewed)[ids]

@@ -20,7 +20,7 @@ from fedjax_cfl.cli.build import (
     resolve_settings,
 )
 from fedjax_cfl.data.dealing import set_apart_validation
-from fedjax_cfl.errors import InputError
+from fedjax_cfl.errors import InputError, SaidBefore
 from fedjax_cfl.types import Partition
 
 SIZES, TESTS = (9, 10, 37), 3  # of clients' training, and of the tests of each
@@ -267,8 +267,12 @@ def test_trials_of_another_command_are_refused_before_anything_runs(tmp_path):
 
 
 def test_a_run_that_is_refused_has_the_last_line(tmp_path, fedjax_cfl):
-    """Not that the same command goes on: it is refused again."""
+    """Not that the same command goes on: it is refused again. Python's callers get a text."""
     command = f"tune --out {tmp_path}/t --trial-seeds 1000,1001 --seeds 0 algorithm=fedavg"
     status, _, error = fedjax_cfl(f"{command} dataset.clients=20 clients_per_round=30")
     assert status == 2 and error.startswith("fedjax-cfl: clients_per_round=30")
     assert error.count("\n") == 1
+    with pytest.raises(SaidBefore, match="a run was refused; a line above says why"):
+        tune.tune(
+            ["algorithm=fedavg", "dataset.clients=20", "clients_per_round=30"], tmp_path / "p"
+        )

@@ -246,10 +246,10 @@ def report_failure(error: Exception, run_dir: Path) -> int:
     """Prints why a run has failed, once where many runs of a command fail alike; returns its exit
     status: 2 for bad input, or 1.
     """
-    line, status = str(error), 2 if isinstance(error, InputError) else 1
+    status = 2 if isinstance(error, InputError) else 1
     if isinstance(error, OSError):
-        line = f"run_dir={run_dir}: {error.strerror or error}"
-    return print_error(line, status) if is_new(line) else status
+        return print_error(f"run_dir={run_dir}: {error.strerror or error}", status)
+    return print_error(error, status) if is_new(str(error)) else status
 
 
 def pass_over(finished: FinishedRun) -> int:

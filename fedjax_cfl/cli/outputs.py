@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any
 
+from fedjax_cfl.errors import SaidBefore
 from fedjax_cfl.formatting import escape_text
 
 
@@ -76,6 +77,6 @@ def report_lost_output(guarded: dict[str, ForgivingOutput]) -> bool:
 
 def print_error(error: Exception | str, status: int = 2) -> int:
     """Prints what went wrong as one line and returns the exit status, that of bad input."""
-    if str(error):  # empty: process 0 has said it
+    if not isinstance(error, SaidBefore):
         print("fedjax-cfl: " + escape_text(" ".join(str(error).split())), file=sys.stderr)
     return status

@@ -27,7 +27,7 @@ from fedjax_cfl.analysis.trials import (
     describe,
     read_trials,
 )
-from fedjax_cfl.errors import InputError, RunError, parse_arguments
+from fedjax_cfl.errors import InputError, RunError, SaidBefore, parse_arguments
 from fedjax_cfl.formatting import escape_markup
 from fedjax_cfl.runs.regular_files import read_regular, refuse_damage
 from fedjax_cfl.runs.results import write_columns, write_json, write_text
@@ -109,7 +109,7 @@ def run_part(
 ) -> list[Trial]:
     """Runs a sweep in a folder, whose name is what it is scored on, and reads it; `quiet`: what it
     prints goes to a file beside the folder. Raises RunError where not all runs have ended, and
-    InputError, without a text, where one was refused: its line has been printed.
+    SaidBefore where one was refused: its line has been printed.
     """
     from fedjax_cfl.cli.main import run_arguments  # it imports the verbs
 
@@ -121,7 +121,7 @@ def run_part(
             files.enter_context(contextlib.redirect_stdout(log))
         status = run_arguments(["-m", *overrides, f"seed={','.join(map(str, seeds))}"])
     if status == 2:
-        raise InputError("")
+        raise SaidBefore(f"{folder}: a run was refused; a line above says why")
     if status:
         raise RunError(f"{folder}: not all runs have ended; the same command goes on")
     return read_trials(folder)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fedjax_cfl import distributed
-from fedjax_cfl.errors import FinishedRun, InputError, warn
+from fedjax_cfl.errors import FinishedRun, InputError, SaidBefore, warn
 from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.assignments import PART, read_lines
 from fedjax_cfl.runs.callbacks import CHECKPOINTS
@@ -159,10 +159,8 @@ def sync_resume(
     resume: Callable[[], Snapshot | None], settings: RunSettings, setup: Setup
 ) -> Snapshot | None:
     """Calls `resume`, a use of `resume_run`, in process 0, and returns its result in all processes.
-    If it raises InputError, all raise.
-
-    Raises InputError in the other processes, too, and then without a text; and in all
-    of them if they were given different settings or data.
+    If it raises InputError, the others raise SaidBefore. Raises InputError in all of them if they
+    were given different settings or data.
     """
     given = run_identity(settings, setup.data) | dict(flatten_settings(settings.everything))
     distributed.check_same(
@@ -177,7 +175,7 @@ def sync_resume(
     # 0 begin, 1 go on, 2 refused
     verdict = int(distributed.broadcast_from_primary(np.int32(2 if refused else start is not None)))
     if verdict == 2:
-        raise refused or InputError("")
+        raise refused or SaidBefore("process 0 refuses the run, and has said why")
     if verdict == 0 or jax.process_count() == 1:
         return start
     like = state_shapes(setup, jax.random.key(settings.seed))
