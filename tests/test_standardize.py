@@ -286,7 +286,7 @@ def test_clients_that_were_held_out_are_tested_on_scaled_samples(by, fedjax_cfl)
     run, new = cfl.load_run("run"), read_clients(Path("run"), "new_clients.parquet")
     pool = cfl.datasets.csv("own.csv", "kind", list("abcd"), "site", "part")
     rows = pool.client == pool.client_names.index(new["client"][0])
-    x, y, test = pool.x[rows], pool.y[rows], pool.test[rows]
+    x, y, test = pool.x[rows], np.array(pool.class_names)[pool.y[rows]], pool.test[rows]
     guess = run.predict_with(int(new["group"][0]), x[test], like=x[~test])
     assert np.mean(guess == y[test]) == pytest.approx(new["accuracy"][0])
     assert new["accuracy"][0] > 0.6
