@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.random import RandomState
 
-from fedjax_cfl.data.federated import check_classes
+from fedjax_cfl.data.federated import check_classes, take_holdings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import check_value, whole
@@ -81,14 +81,22 @@ def draw_test_mask(rng: RandomState, pool: Pool, test_fraction: float) -> np.nda
 
 
 def split_train_test(
-    held: Sequence[np.ndarray], rng: RandomState, test_fraction: float
+    held: Sequence[np.ndarray],
+    rng: RandomState,
+    test_fraction: float,
+    test: np.ndarray | None = None,
 ) -> Partition:
     """Shuffles each client's samples and makes the first floor((1 - test_fraction) n) of
-    them train, the rest test.
+    them train, the rest test; where `test` [N] says which samples are for testing, they stay so,
+    in their order.
     """
-    parts = [
-        np.split(rng.permutation(part), [count_train(len(part), test_fraction)]) for part in held
-    ]
+    if test is None:
+        parts = [
+            np.split(rng.permutation(part), [count_train(len(part), test_fraction)])
+            for part in held
+        ]
+    else:
+        parts = [(part[~test[part]], part[test[part]]) for part in held]
     return join_clients([train for train, _ in parts], [test for _, test in parts])
 
 
@@ -142,9 +150,7 @@ def set_apart_validation(
             " leave it out of the data"
         )
     tested = holdings.test if part == "test" else apart
-    each = {name: getattr(holdings, name) for name in ("sample", "owner", "code", "shared")}
-    cut = {name: None if values is None else values[keep] for name, values in each.items()}
-    return holdings._replace(**cut, test=tested[keep])
+    return take_holdings(holdings._replace(test=tested), keep)
 
 
 def check_partition(recipe: Callable[..., Partition], values: Mapping[str, Any]) -> RandomState:

@@ -105,9 +105,9 @@ def federate(
             f"partition: owners are {owner.min()} .. {owner.max()}, expected 0 .. {clients - 1}"
         )
     check_turned(holdings, concept, on_host)
-    groups = known_groups(holdings, clients)
+    groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
     if on_host:
-        return federate_on_host(pool, holdings, groups)
+        return federate_on_host(pool, holdings, find_lasting(groups))
     rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
     if holdings.code is not None and holdings.label_maps is not None:
         turns, y = holdings.code % TURNS, holdings.label_maps[holdings.code // TURNS, y]
@@ -119,15 +119,14 @@ def federate(
     else:
         x = pool.x[rows]
     train, test, validation = build_views(holdings, clients)
-    staged = concept is None and holdings.concept is not None and holdings.concept.ndim > 1
     return FederatedData(
         x=jnp.asarray(to_float32(x)),
         y=jnp.asarray(y, pool.y.dtype),
         owner=jnp.asarray(owner),
         train=train,
         test=test,
-        concept=jnp.asarray(groups, jnp.int32),
-        concepts=_to_device(holdings.concept if staged else None),
+        concept=jnp.asarray(find_lasting(groups), jnp.int32),
+        concepts=_to_device(groups if np.ndim(groups) > 1 else None),
         validation=validation,
         shifted=jnp.zeros(clients, bool),
         max_client_samples=int(train.size.max()),
@@ -202,12 +201,19 @@ def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x if data.turns is None else turn_images(x, data.turns[rows]), data.y[rows]
 
 
-def known_groups(holdings: Partition, clients: int) -> np.ndarray:
-    """Returns the true groups [K] int32 that a partition names, -1 where it names none, or other
-    ones in other stages: together these are a mixture.
+def find_lasting(groups: np.ndarray) -> np.ndarray:
+    """Returns the true groups [K] of clients, of [T, K] in stages; -1 where they are not the same
+    in all of them: together these are a mixture.
     """
-    groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
-    return groups if groups.ndim == 1 else np.where((groups == groups[0]).all(0), groups[0], -1)
+    return groups if np.ndim(groups) == 1 else np.where((groups == groups[0]).all(0), groups[0], -1)
+
+
+def take_holdings(holdings: Partition, rows: np.ndarray) -> Partition:
+    """Returns some of the holdings, in the order of `rows`: numbers [n], or a mask [N]."""
+    names = ("sample", "owner", "test", "code", "shared", "validation")
+    columns = {name: getattr(holdings, name) for name in names}
+    taken = {name: column[rows] for name, column in columns.items() if column is not None}
+    return holdings._replace(**taken)
 
 
 def find_times(pool: Pool, holdings: Partition) -> np.ndarray | None:

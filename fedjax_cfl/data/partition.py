@@ -63,17 +63,14 @@ def by_user(
     named = int(pool.client.max()) + 1
     check_value("partition.clients", named, Count)
     held = dealing.group_places(pool.client, named)
-    test, own = pool.test, {"concept": pool.concept, "client_names": pool.client_names}
+    own = {"concept": pool.concept, "client_names": pool.client_names}
     if clients not in (None, named):
         dealing.check_clients(clients, named, "the owners that the data name")
         chosen = np.sort(rng.choice(named, clients, replace=False))
         held, names = [held[k] for k in chosen], pool.client_names or range(named)
         own["client_names"] = tuple(names[k] for k in chosen)
         own["concept"] = None if pool.concept is None else pool.concept[..., chosen]
-    if test is None:
-        return dealing.split_train_test(held, rng, test_fraction)._replace(**own)
-    sides = ([part[test[part] == side] for part in held] for side in (False, True))
-    return dealing.join_clients(*sides)._replace(**own)
+    return dealing.split_train_test(held, rng, test_fraction, pool.test)._replace(**own)
 
 
 @checked("partition")

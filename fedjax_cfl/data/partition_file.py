@@ -10,12 +10,7 @@ from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.leaf_json import read_json
 from fedjax_cfl.data.datasets.pool import name_clients, number_names, read_test_mask
 from fedjax_cfl.data.datasets.readers import read_npz, shorten
-from fedjax_cfl.data.dealing import (
-    check_partition,
-    group_places,
-    join_clients,
-    split_train_test,
-)
+from fedjax_cfl.data.dealing import check_partition, group_places, split_train_test
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import BelowOne, Seed, checked
@@ -42,13 +37,8 @@ def from_file(pool: Pool, *, path: str, seed: Seed = 0, test_fraction: BelowOne 
     sample, owner, test, names = read(file, len(pool.y))
     who = names or range(int(owner.max(initial=-1)) + 1)
     _check(file, sample, owner, who, len(pool.y))
-    places = group_places(owner, len(who))
-    if test is None:
-        made = split_train_test([sample[part] for part in places], rng, test_fraction)
-    else:
-        sides = ([sample[part[test[part] == side]] for part in places] for side in (False, True))
-        made = join_clients(*sides)
-    return made._replace(client_names=names)
+    made = split_train_test(group_places(owner, len(who)), rng, test_fraction, test)
+    return made._replace(sample=sample[made.sample], client_names=names)
 
 
 def read_lists(file: Path, samples: int) -> Held:

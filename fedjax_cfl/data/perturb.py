@@ -3,13 +3,11 @@ section 3.3): clients that report false label counts, and samples that the serve
 shares with all clients, so that they differ less.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.federated import check_classes
+from fedjax_cfl.data.federated import check_classes, take_holdings
 from fedjax_cfl.data.transform import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Partition, Pool
@@ -77,19 +75,9 @@ def share_samples(
 
 
 def _give_to_all(holdings: Partition, given: np.ndarray) -> Partition:
-    """Returns holdings with a copy of those `given` for each client."""
-    clients = int(holdings.owner.max()) + 1
-    copies, mine = np.tile(given, clients), np.repeat(np.arange(clients), given.size)
-    no = np.zeros(copies.size, bool)
-
-    def extend(array: Any, more: np.ndarray) -> Any:
-        return None if array is None else np.concatenate([array, more], dtype=array.dtype)
-
-    return holdings._replace(
-        sample=extend(holdings.sample, holdings.sample[copies]),
-        owner=extend(holdings.owner, mine),
-        test=extend(holdings.test, no),
-        code=None if holdings.code is None else extend(holdings.code, holdings.code[copies]),
-        validation=extend(holdings.validation, no),
-        shared=extend(np.zeros(holdings.owner.size, bool), ~no),
-    )
+    """Returns holdings with a copy of those `given`, which are for training, for each client."""
+    count, clients = len(holdings.owner), int(holdings.owner.max()) + 1
+    rows = np.concatenate([np.arange(count), np.tile(given, clients)])
+    made = take_holdings(holdings, rows)
+    made.owner[count:] = np.repeat(np.arange(clients), given.size)
+    return made._replace(shared=np.arange(rows.size) >= count)

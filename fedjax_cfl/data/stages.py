@@ -19,9 +19,9 @@ from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.concept import find_part
 from fedjax_cfl.data.drift import Drift, edit_owners
-from fedjax_cfl.data.federated import build_views, check_holdings, federate
+from fedjax_cfl.data.federated import check_holdings, federate, take_holdings
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.types import FederatedData, Key, Partition, Pool, SourceNames
+from fedjax_cfl.types import FederatedData, Key, Partition, Pool
 from fedjax_cfl.validation import PositiveInt, Rule, Seed, checked, whole
 
 __all__ = ["by_stage", "federate_stages", "scheduled"]
@@ -132,55 +132,27 @@ def federate_stages(
     holdings = check_holdings(holdings, len(pool.y))
     count, order = int(holdings.owner.max(initial=-1)) + 1, np.random.RandomState(seed)
     ring = order.permutation(count)
-    heir = np.tile(np.arange(count), (stages, 1))  # of the samples of each client, in each stage
+    heir = np.tile(np.arange(count, dtype=np.int32), (stages, 1))  # of each client, in each stage
     for stage in range(stages if exchange else 0):
         heir[stage, ring] = np.roll(ring, -stage)
-    held = federate(pool, _repeat(holdings, heir), concept, stages * count)
-    return _fold(held, holdings, stages)
+    groups = np.full(heir.shape, -1, np.int32)
+    if holdings.concept is not None:
+        np.put_along_axis(groups, heir, holdings.concept, axis=1)
+    time = np.repeat(np.arange(stages, dtype=np.int32), len(holdings.owner))
+    held = take_holdings(holdings, np.tile(np.arange(len(holdings.owner)), stages))
+    held = held._replace(owner=heir[time, held.owner], concept=groups)
 
+    def see(x, y, owner, clients, num_classes):
+        x, y, groups = concept(x, y, time * clients + owner, stages * clients, num_classes)
+        return x, y, np.reshape(groups, (stages, clients))
 
-def _repeat(holdings: Partition, heir: np.ndarray) -> Partition:
-    """Returns holdings once for each stage, those of client k in stage t of t K + `heir`[t, k]."""
-    stages, count = heir.shape
-    row = np.arange(stages)[:, None] * count
-    columns = {
-        name: None if (values := getattr(holdings, name)) is None else np.tile(values, stages)
-        for name in ("sample", "test", "code", "shared")
-    }
-    groups, own = None, holdings.concept
-    if own is not None:
-        groups = np.empty(stages * count, np.int32)
-        groups[row + heir] = own
-    owner = (row + heir)[:, holdings.owner].reshape(-1).astype(np.int32)
-    return holdings._replace(**columns, owner=owner, concept=groups, client_names=None)
-
-
-def _fold(data: FederatedData, holdings: Partition, stages: int) -> FederatedData:
-    """Returns data of T K clients as those of K clients in T stages, see `_repeat`."""
-    count = data.num_clients // stages
-    concepts = np.asarray(data.concept).reshape(stages, count)
-    constant = (concepts == concepts[0]).all()
-    if constant and concepts.min() >= 0:
+    data = federate(pool, held, concept and see, count)
+    if data.concept.min() >= 0:
         raise InputError(
             "drift=scheduled: every client is in the same true group in all stages; use more groups"
             " or, where the concept has it, concept.shuffle=true"
         )
-    everyone = np.asarray(data.owner)
-    owner = everyone % count
-    test = np.tile(holdings.test, stages)
-    train, tests, _ = build_views(holdings._replace(owner=owner, test=test), count)
-    lasting = np.where((concepts == concepts[0]).all(0), concepts[0], -1)
-    return data.replace(
-        owner=jnp.asarray(owner),
-        train=train,
-        test=tests,
-        time=jnp.asarray(everyone // count, jnp.int32),
-        concept=jnp.asarray(lasting, jnp.int32),
-        concepts=jnp.asarray(concepts, jnp.int32),
-        shifted=jnp.zeros(count, bool),
-        max_client_samples=int(train.size.max()),
-        client_names=holdings.client_names and SourceNames(holdings.client_names),
-    )
+    return data.replace(time=jnp.asarray(time))
 
 
 def show_stages(
