@@ -11,7 +11,8 @@ Differs from the paper: with pool "warm" only clients that have a group can be d
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from fedjax_cfl.data.federated import (
 )
 from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
-from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, checked, pick
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, Rule, checked, pick
 
 __all__ = ["Drift", "label_swap", "none", "swap_all", "swap_at", "swap_part"]
 # Purposes: every draw comes from fold_in(key, purpose), then the round.
@@ -39,6 +40,15 @@ OTHER_DRIFTS = "use drift=swap_all, swap_at, incremental or by_time"  # without 
 SwapPool = Literal["all", "warm"]
 # (which pairs [K // 2] bool are to swap, and which can) -> which may
 AllowFn = TypeAliasType("AllowFn", Callable[[jax.Array, jax.Array], jax.Array])
+
+
+def increasing(values: str) -> Rule:
+    """Allows lists of increasing values, which `values` describes."""
+
+    def holds(found: Sequence[float]) -> bool:
+        return len(found) > 0 and all(a < b for a, b in pairwise(found))
+
+    return Rule(f"a list of increasing {values}", holds)
 
 
 class Drift(NamedTuple):
@@ -91,7 +101,7 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
     def apply(key, round, data, memory, warm):
         clients = jnp.arange(data.num_clients, dtype=data.owner.dtype)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
-        first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
+        first, second, real = pair_clients(drawn.order, warm | (pool == "all"))
         swaps = real & (drawn.coin < p)
         # K in place of clients that do not swap, where a scatter drops them
         one, two = (jnp.where(swaps, who, data.num_clients) for who in (first, second))
@@ -135,7 +145,7 @@ def swap_part(
     def apply(key, round, data, memory, warm):
         check_classes(data, "drift=swap_part", OTHER_DRIFTS)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
-        first, second, real = pair_clients(drawn.order, _pool_mask(pool, warm))
+        first, second, real = pair_clients(drawn.order, warm | (pool == "all"))
         has = _held_labels(data)
         gives, takes = has[first] & ~has[second], has[second] & ~has[first]  # D1, D2 [K // 2, C]
         asked, possible = real & (drawn.coin < p), gives.any(1) & takes.any(1)
@@ -183,10 +193,6 @@ def pair_clients(order: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Ar
     return queue[place], queue[count - 1 - place], place < count // 2
 
 
-def _pool_mask(pool: str, warm: jax.Array) -> jax.Array:
-    return jnp.ones_like(warm) if pool == "all" else warm
-
-
 def _held_labels(data: FederatedData) -> jax.Array:
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
     train, test = (
@@ -204,7 +210,7 @@ def edit_owners(
         new = edit(owner)
         return new, update_client_index(train, new), update_client_index(test, new)
 
-    return _edit_views(data, moves, rebuild)
+    return edit_views(data, moves, rebuild)
 
 
 def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> FederatedData:
@@ -214,10 +220,13 @@ def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> 
         new = jnp.where(owner < 0, owner, heir[owner])
         return new, *(move_client_index(view, owner, heir) for view in (train, test))
 
-    return _edit_views(data, moves, exchange)
+    return edit_views(data, moves, exchange)
 
 
-def _edit_views(data: FederatedData, moves: jax.Array, edit: Callable) -> FederatedData:
+def edit_views(data: FederatedData, moves: jax.Array, edit: Callable) -> FederatedData:
+    """Returns the data with the owners and views that `edit` makes of both, if `moves`; the samples
+    themselves stay outside, where they are not copied.
+    """
     views = data.owner, data.train, data.test
     owner, train, test = lax.cond(moves, edit, lambda *same: same, *views)
     return data.replace(owner=owner, train=train, test=test)

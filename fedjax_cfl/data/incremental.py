@@ -4,7 +4,6 @@ https://arxiv.org/abs/2108.09749, section 5.3).
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import jax
@@ -13,16 +12,15 @@ from flax import struct
 from jax import lax
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners
+from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners, increasing
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import NaturalInt, checked, number, pick
 
 MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
 LEAST = 1 / MAX_DENOMINATOR
-Released = TypeAliasType(
-    "Released", Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
-)
+Share = Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
+Shares = Annotated[Sequence[Share], increasing(f"numbers from {LEAST} to 1")]
 # (sizes [K] of all training samples, and of each release so far) -> of what the next fraction is
 WholeFn = TypeAliasType("WholeFn", Callable[[list[jax.Array]], jax.Array])
 
@@ -39,8 +37,8 @@ class IncrementalMemory(struct.PyTreeNode):
 
 @checked("drift")
 def incremental(
-    fractions: Sequence[Released] = (0.25, 0.5, 0.75, 1.0),
-    schedule: Sequence[NaturalInt] = (0, 50, 100, 150),
+    fractions: Shares = (0.25, 0.5, 0.75, 1.0),
+    schedule: Annotated[Sequence[NaturalInt], increasing("whole numbers >= 0")] = (0, 50, 100, 150),
     whole: Literal["all"] | WholeFn = "all",
 ) -> Drift:
     """From round schedule[j] on, the first ceil(fractions[j] n) samples of each
@@ -51,7 +49,12 @@ def incremental(
     Fractions are read as ratios of whole numbers: 0.07 of 100 is 7, whatever binary
     rounding makes of it.
     """
-    ratios = _ratios(fractions, schedule)
+    if len(fractions) != len(schedule):
+        raise InputError(
+            f"drift.fractions={list(fractions)}: expected {len(schedule)}, one for each round of"
+            f" drift.schedule={list(schedule)}"
+        )
+    ratios = [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]
     whole_of = pick(whole, all=lambda sizes: sizes[0])
 
     def init(key: Key, data: FederatedData) -> tuple[FederatedData, IncrementalMemory]:
@@ -81,17 +84,3 @@ def incremental(
         return edit_owners(data, jnp.any(shifted), edit), memory, shifted
 
     return Drift(init, apply)
-
-
-def _ratios(fractions: Sequence[float], schedule: Sequence[int]) -> list[Fraction]:
-    given = f"drift.fractions={list(fractions)}"
-    if not fractions or len(fractions) != len(schedule):
-        raise InputError(
-            f"{given}: expected {max(len(schedule), 1)}, one for each round of"
-            f" drift.schedule={list(schedule)}"
-        )
-    if any(a >= b for a, b in pairwise(schedule)):
-        raise InputError(f"drift.schedule={list(schedule)}: expected increasing whole numbers >= 0")
-    if any(a >= b for a, b in pairwise(fractions)):
-        raise InputError(f"{given}: expected increasing numbers")
-    return [Fraction(fraction).limit_denominator(MAX_DENOMINATOR) for fraction in fractions]

@@ -8,33 +8,22 @@ T stages, K clients, N holdings.
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.concept import find_part
-from fedjax_cfl.data.drift import Drift, edit_owners
+from fedjax_cfl.data.drift import Drift, edit_owners, increasing
 from fedjax_cfl.data.federated import check_holdings, federate, take_holdings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import FederatedData, Key, Partition, Pool
-from fedjax_cfl.validation import PositiveInt, Rule, Seed, checked, whole
+from fedjax_cfl.validation import PositiveInt, Seed, checked, whole
 
 __all__ = ["by_stage", "federate_stages", "scheduled"]
-Rounds = TypeAliasType(
-    "Rounds",
-    Annotated[
-        Sequence[PositiveInt],
-        Rule(
-            "a list of increasing whole numbers >= 1",
-            lambda value: len(value) > 0 and all(a < b for a, b in pairwise(value)),
-        ),
-    ],
-)
+Rounds = Annotated[Sequence[PositiveInt], increasing("whole numbers >= 1")]
 FindStageFn = Callable[[jax.Array | int, int, int], jax.Array]  # (round, K, T) -> [K] int32
 
 

@@ -19,7 +19,7 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.data import traces
-from fedjax_cfl.data.drift import Drift
+from fedjax_cfl.data.drift import Drift, edit_views
 from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
@@ -71,11 +71,16 @@ def find_oldest(window: Window, round: jax.Array | int) -> jax.Array:
     return jnp.minimum(round // window.period, window.intervals - window.length)
 
 
-def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
+def stream(
+    arrange: traces.ArrangeFn,
+    window: Window,
+    check: Callable[[FederatedData], None] = lambda data: None,
+) -> Drift:
     """Shows each client the holdings of a window of intervals, which moves on until the last
     interval has arrived. A window of all intervals never moves: the data are static.
 
-    `arrange` says when each holding arrives. Raises InputError for a window that is not allowed,
+    `arrange` says when each holding arrives; `check` refuses data on the host, before anything is
+    traced. Raises InputError for a window that is not allowed,
     and where a test needs what arrives next, but nothing does.
     """
     intervals = window.intervals
@@ -95,7 +100,8 @@ def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
         test, test_offset = sort_by_interval(data.test, data.owner, interval, intervals)
         is_test = jnp.zeros(interval.size, bool).at[test.order].set(True, mode="drop")
         memory = StreamMemory(data.owner, interval, train_offset, test_offset, is_test)
-        return show_window(data.replace(train=train, test=test), memory, window, None, 0), memory
+        owner, train, test = show_window(train, test, memory, window, None, 0)
+        return data.replace(owner=owner, train=train, test=test), memory
 
     def apply(key, round, data, memory, warm):
         if is_static:
@@ -110,17 +116,16 @@ def stream(arrange: traces.ArrangeFn, window: Window) -> Drift:
             shifted |= offset[:, begin] != offset[:, begin_now]
             shifted |= offset[:, end + 1] != offset[:, end_now + 1]
 
-        def show() -> tuple[jax.Array, ClientIndex, ClientIndex]:
-            shown = show_window(data, memory, window, before, now)
-            return shown.owner, shown.train, shown.test
+        def show(owner, train, test):
+            return show_window(train, test, memory, window, before, now)
 
-        # the samples themselves stay outside, where they are not copied
-        owner, train, test = lax.cond(
-            before != now, show, lambda: (data.owner, data.train, data.test)
-        )
-        return data.replace(owner=owner, train=train, test=test), memory, shifted
+        return edit_views(data, before != now, show), memory, shifted
 
-    return Drift(init, apply)
+    def max_client_samples(data: FederatedData) -> int:
+        check(data)
+        return data.max_client_samples
+
+    return Drift(init, apply, max_client_samples)
 
 
 def sort_by_interval(
@@ -144,17 +149,19 @@ def sort_by_interval(
 
 
 def show_window(
-    data: FederatedData,
+    train: ClientIndex,
+    test: ClientIndex,
     memory: StreamMemory,
     window: Window,
     before: jax.Array | None,
     oldest: jax.Array | int,
-) -> FederatedData:
-    """Returns the data as the clients see them in a window.
+) -> tuple[jax.Array, ClientIndex, ClientIndex]:
+    """Returns the owners [N] and the views of training and test samples that clients see in a
+    window.
 
-    Args: `data` shows the window before, or has its samples in the order of their intervals;
-    `memory` is that of the stream; `window` says how long it is; `before` [] is the oldest
-    interval of the window before, None: there was none; `oldest` [] is that of the new one.
+    Args: `train` and `test` are the views in the window before, or have samples in the order of
+    their intervals; `memory` is that of the stream; `window` says how long it is; `before` [] is
+    the oldest interval of the window before, None: there was none; `oldest` [] that of the new one.
     """
     newest = oldest + window.length - 1
     first, last = window.tested(oldest)
@@ -164,10 +171,10 @@ def show_window(
     inside = (memory.interval >= begin) & (memory.interval <= end)
     visible = inside | (memory.interval == ALWAYS)
     owner = memory.owner
-    return data.replace(
-        owner=jnp.where(visible, owner, -1),
-        train=_turn_ranges(data.train, owner, memory.train_offset, train_before, oldest, newest),
-        test=_turn_ranges(data.test, owner, memory.test_offset, test_before, first, last),
+    return (
+        jnp.where(visible, owner, -1),
+        _turn_ranges(train, owner, memory.train_offset, train_before, oldest, newest),
+        _turn_ranges(test, owner, memory.test_offset, test_before, first, last),
     )
 
 
@@ -247,7 +254,7 @@ def burst(
     window = Window(intervals, period, retained, prequential)
     # round, <= 0 at the start
     arrival = (np.arange(window.intervals) - window.length + 1) * window.period
-    is_burst = (arrival >= max(begin, 1)) & (arrival <= end)
+    is_burst = (arrival >= begin) & (arrival <= end)
     if not is_burst.any():
         raise InputError(
             f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
@@ -270,10 +277,9 @@ def rotate(
     """Covariate drift: what arrives at a client is turned by a number of quarters, random at
     first; with each interval it turns by one more with probability `p`, from 0 to 1.
     """
-
     window = Window(intervals, period, retained, prequential)
-    drift = stream(functools.partial(traces.turn_arrivals, p=p), window)
-    return _checked(drift, lambda data: check_square(data.x, "drift=stream_rotate"))
+    turn = functools.partial(traces.turn_arrivals, p=p)
+    return stream(turn, window, lambda data: check_square(data.x, "drift=stream_rotate"))
 
 
 @checked("drift")
@@ -286,15 +292,5 @@ def by_time(
     """Samples arrive in the order of their real times, which are cut into intervals of equal
     length. Raises InputError for data without times.
     """
-    drift = stream(traces.cut_times, Window(intervals, period, retained, prequential))
-    return _checked(drift, lambda data: traces.check_times(data, intervals))
-
-
-def _checked(drift: Drift, check: Callable[[FederatedData], None]) -> Drift:
-    """Returns a drift that checks the data on the host, before anything is traced."""
-
-    def max_client_samples(data: FederatedData) -> int:
-        check(data)
-        return drift.max_client_samples(data)
-
-    return drift._replace(max_client_samples=max_client_samples)
+    window = Window(intervals, period, retained, prequential)
+    return stream(traces.cut_times, window, lambda data: traces.check_times(data, intervals))

@@ -156,11 +156,9 @@ def draw_label_shares(
         shares = jnp.where(jumps, fresh, (1 - epsilon) * shares + epsilon * fresh)
         return shares, shares
 
-    begin, *later = jax.random.split(key, len(is_burst))
-    first = jax.random.dirichlet(begin, jnp.full(classes, alpha / classes), (clients,))
-    if not later:
-        return first[None]
-    _, rest = lax.scan(step, first, (jnp.stack(later), jnp.asarray(is_burst[1:])))
+    keys = jax.random.split(key, len(is_burst))
+    first = jax.random.dirichlet(keys[0], jnp.full(classes, alpha / classes), (clients,))
+    _, rest = lax.scan(step, first, (keys[1:], jnp.asarray(is_burst[1:])))
     return jnp.concatenate([first[None], rest])
 
 
