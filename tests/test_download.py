@@ -17,7 +17,6 @@ from fedjax_cfl.data.datasets.download import (
     MEMBERS,
     REGISTRY,
     RETRIES,
-    Remote,
     fetch,
     list_public,
     locate,
@@ -74,7 +73,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(Handler, "asked", [])
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     for name in NAMES:
-        remote = Remote(f"sha256:{SHA256}", f"http://127.0.0.1:9/{name}")
+        remote = f"sha256:{SHA256}", f"http://127.0.0.1:9/{name}"
         monkeypatch.setitem(REGISTRY, f"{name[:-3]}/{name}", remote)
     return tmp_path / "cache"
 
@@ -91,13 +90,10 @@ def server():
 
 
 def test_fetches_once(cache, server):
-    assert download.download("good", server) == {"good": [cache / "good" / "good.gz"]}
+    assert fetch("good", base_url=server) == [cache / "good" / "good.gz"]
     assert (cache / "good" / "good.gz").read_bytes() == BODY
-    assert (
-        fetch("good", offline=True)
-        == fetch("good", base_url=server)
-        == [cache / "good" / "good.gz"]
-    )
+    assert fetch("good", offline=True) == [cache / "good" / "good.gz"]
+    assert fetch("good", base_url=server) == [cache / "good" / "good.gz"]
     assert Handler.asked == ["good.gz"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]  # no temporary file
 
@@ -107,7 +103,7 @@ import sys
 from pathlib import Path
 from fedjax_cfl.data.datasets import download
 download.cache_dir = lambda: Path(sys.argv[1])
-download.REGISTRY["good/good.gz"] = download.Remote(f"sha256:{sys.argv[3]}", "http://[::1]:9/")
+download.REGISTRY["good/good.gz"] = f"sha256:{sys.argv[3]}", "http://[::1]:9/"
 print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.fromhex(sys.argv[4]))
 """
 
@@ -185,7 +181,7 @@ def test_a_transfer_that_breaks_off_is_tried_again(cache, server):
 def test_an_archive_is_unpacked_where_its_files_are_looked_for(cache, server, monkeypatch):
     name, parts = "packed/packed.tar.gz", ("inside/a.bin", "inside/b.bin")
     digest = f"sha256:{hashlib.sha256(pack()).hexdigest()}"
-    monkeypatch.setitem(REGISTRY, name, Remote(digest, "http://127.0.0.1:9/"))
+    monkeypatch.setitem(REGISTRY, name, (digest, "http://127.0.0.1:9/"))
     monkeypatch.setitem(MEMBERS, name, parts)
     expected = [cache / "packed" / part for part in parts]
     assert fetch("packed", base_url=server) == fetch("packed", offline=True) == expected
@@ -193,7 +189,7 @@ def test_an_archive_is_unpacked_where_its_files_are_looked_for(cache, server, mo
     assert not list(cache.rglob("escaped")) and Handler.asked == ["packed.tar.gz"]
     expected[1].unlink()
     one_line("packed/inside/b.bin; put it into", fetch, "packed", offline=True)
-    monkeypatch.setitem(REGISTRY, name, Remote(f"sha256:{SHA256}", "http://127.0.0.1:9/"))
+    monkeypatch.setitem(REGISTRY, name, (f"sha256:{SHA256}", "http://127.0.0.1:9/"))
     one_line("does not match the known hash", fetch, "packed", base_url=server)
     assert not expected[1].exists(), "nothing is unpacked that is not verified"
 

@@ -24,7 +24,6 @@ from fedjax_cfl.cli.conf import PACKAGE
 from fedjax_cfl.cli.settings import collect_settings, find_targets, resolve_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.client.sgd import list_loops
-from fedjax_cfl.data.datasets.pool import number_owners
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.data.drift import Drift, bound_client_samples
 from fedjax_cfl.data.federated import federate, take_clients
@@ -276,7 +275,8 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
         return None
     unused = []
     if pool.client is not None:
-        kept = number_owners(pool.client[holdings.sample])  # some of them may have been drawn
+        # some of them may have been drawn
+        kept = np.unique(pool.client[holdings.sample], return_inverse=True)[1]
         unused += [] if np.array_equal(kept, holdings.owner) else ["client"]
     if pool.test is not None and not np.array_equal(pool.test[holdings.sample], holdings.test):
         unused.append("split")

@@ -3,7 +3,6 @@ to clients.
 """
 
 from fedjax_cfl.data.datasets.digit_sources import multi_source_digits
-from fedjax_cfl.data.datasets.elec2 import elec2
 from fedjax_cfl.data.datasets.files import from_arrays, npy, npz
 from fedjax_cfl.data.datasets.huggingface import huggingface
 from fedjax_cfl.data.datasets.image_folder import image_folder
@@ -19,7 +18,7 @@ from fedjax_cfl.data.datasets.images import (
 from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.leaf_sets import celeba, sent140, shakespeare
 from fedjax_cfl.data.datasets.synthetic import circle, sea, sine, synthetic
-from fedjax_cfl.data.datasets.table import csv, from_frame, jsonl, parquet
+from fedjax_cfl.data.datasets.table import csv, elec2, from_frame, jsonl, parquet
 
 __all__ = [
     "celeba", "cifar10", "cifar100", "circle", "csv", "digits", "elec2", "fashion_mnist",

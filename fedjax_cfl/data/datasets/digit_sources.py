@@ -20,7 +20,8 @@ SIGN_TEST = 0.2  # of the hand signs is held out: there is no official split
 LUMINANCE = np.array([0.299, 0.587, 0.114], np.float32)  # of red, green and blue (ITU-R BT.601)
 BLOCK = 4096  # images resized at once
 
-Source = tuple[np.ndarray, np.ndarray, np.ndarray]  # pixels [n, H, W(, 3)] in [0, 1], y, test
+# pixels [n, H, W(, 3)], uint8 or in [0, 1], y, test
+Source = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
@@ -35,7 +36,8 @@ def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
     (images [n, 32, 32, 3] uint8, labels, split). Only MNIST is downloaded, and SVHN by
     `fedjax-cfl download svhn`.
     """
-    parts = [_mnist(offline), _usps(), _sign(), *([_svhn()] if svhn else [])]
+    mnist = images.mnist(standardize=False, offline=offline)
+    parts = [(mnist.x, mnist.y, mnist.test), _usps(), _sign(), *([_svhn()] if svhn else [])]
     sizes = [len(y) for _, y, _ in parts]
     return check_pool(
         Pool(
@@ -50,7 +52,8 @@ def multi_source_digits(svhn: bool = False, offline: bool = False) -> Pool:
 
 
 def _resize(x: np.ndarray) -> np.ndarray:
-    """Returns images [n, H, W(, 3)] as grey images [n, SIDE, SIDE] float32."""
+    """Returns images [n, H, W(, 3)] as grey images [n, SIDE, SIDE] float32 in [0, 1]."""
+    x = np.float32(1 / 255) * x if x.dtype == np.uint8 else x
     if x.ndim == 4:
         x = x @ LUMINANCE
     if x.shape[1:] == (SIDE, SIDE):
@@ -61,29 +64,19 @@ def _resize(x: np.ndarray) -> np.ndarray:
     )
 
 
-def _mnist(offline: bool) -> Source:
-    pool = images.mnist(standardize=False, offline=offline)
-    return np.float32(1 / 255) * pool.x, pool.y, np.asarray(pool.test)
-
-
 def _usps() -> Source:
     (path,) = require("usps", USPS)
-    names = [f"{side}/{array}" for side in ("train", "test") for array in ("data", "target")]
-    arrays = readers.read_hdf5(path, names)
+    parts = []
     for side in ("train", "test"):
-        x, y = arrays[f"{side}/data"], arrays[f"{side}/target"]
+        x, y = readers.read_hdf5(path, (f"{side}/data", f"{side}/target")).values()
         shaped = x.shape[1:] == (256,) and y.shape == x.shape[:1]
         if not shaped or not (x.min() >= 0 and x.max() <= 1):  # NaN is neither
             raise InputError(
                 f"{path}: {side}/data {x.shape} from {x.min()} to {x.max()} and {side}/target"
                 f" {y.shape}, expected grey values from 0 to 1 [n, 256] and [n]"
             )
-    x, y = (
-        np.concatenate([arrays[f"{side}/{array}"] for side in ("train", "test")])
-        for array in ("data", "target")
-    )
-    test = np.arange(len(y)) >= len(arrays["train/target"])
-    return x.reshape(-1, 16, 16).astype(np.float32), y, test
+        parts.append((x.reshape(-1, 16, 16).astype(np.float32), y))
+    return images.join_parts(parts)
 
 
 def _sign() -> Source:
@@ -91,7 +84,7 @@ def _sign() -> Source:
     arrays = images.read_images(path, ("images", "labels"), (64, 64))
     y = arrays["labels"]
     test = np.random.RandomState(0).permutation(len(y)) < SIGN_TEST * len(y)
-    return np.float32(1 / 255) * arrays["images"], y, test
+    return arrays["images"], y, test
 
 
 def _svhn() -> Source:
@@ -99,13 +92,11 @@ def _svhn() -> Source:
     if path is not None:
         arrays = images.read_images(path[0], ("images", "labels", "split"), (32, 32, 3))
         x, y = arrays["images"], arrays["labels"]
-        return np.float32(1 / 255) * x, y, read_test_mask(path[0], arrays["split"], y)
+        return x, y, read_test_mask(path[0], arrays["split"], y)
     paths = locate(*SVHN_MAT)
     if paths is None:
         raise missing_data_error("svhn", *SVHN_MAT, SVHN)
-    parts = [_read_mat(path) for path in paths]
-    x, y = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    return np.float32(1 / 255) * x, y, np.arange(len(y)) >= len(parts[0][1])
+    return images.join_parts([_read_mat(path) for path in paths])
 
 
 def _read_mat(path: Path) -> tuple[np.ndarray, np.ndarray]:

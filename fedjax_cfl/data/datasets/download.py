@@ -10,9 +10,7 @@ import argparse
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import platformdirs
 
@@ -23,19 +21,9 @@ DATA_ENV_VAR = "FEDJAX_CFL_DATA"
 RETRIES = 2  # of a transfer that breaks off, or of a file that is damaged
 
 
-class Remote(NamedTuple):
-    """A public file."""
-
-    digest: str  # sha256: and its SHA-256 in hex
-    url: str
-
-
 LINES = Path(__file__).with_name("registry.txt").read_text().splitlines()
-# the public files by their paths under a data root
-REGISTRY = {
-    name: Remote(digest, url)
-    for name, digest, url in (line.split() for line in LINES if line[:1] != "#")
-}
+# of the public files by their paths under a data root: sha256: and its SHA-256 in hex, address
+REGISTRY = {path: rest for path, *rest in (line.split() for line in LINES if line[:1] != "#")}
 # what the archives among them hold
 MEMBERS = {
     "cifar10/cifar-10-binary.tar.gz": tuple(
@@ -165,17 +153,8 @@ def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list
         raise missing_data_error(name, *wanted, why=" (offline)")
     for path, parts in list_files(name).items():
         if locate(*parts) is None:
-            url = REGISTRY[path].url
-            _retrieve(path, f"{base_url}/{Path(path).name}" if base_url else url)
+            _retrieve(path, f"{base_url}/{Path(path).name}" if base_url else REGISTRY[path][1])
     return locate(*wanted) or []
-
-
-def download(names: str | Iterable[str], base_url: str | None = None) -> dict[str, list[Path]]:
-    """Fetches public data sets by name ("mnist", "fashion_mnist") and returns the files of each."""
-    return {
-        name: fetch(name, base_url=base_url)
-        for name in ([names] if isinstance(names, str) else names)
-    }
 
 
 def main(argv: list[str]) -> int:
@@ -183,8 +162,8 @@ def main(argv: list[str]) -> int:
     described = "Fetch public data sets and verify them by SHA-256."
     parser = argparse.ArgumentParser(prog="fedjax-cfl download", description=described)
     parser.add_argument("names", nargs="+", metavar="NAME", help=", ".join(list_public()))
-    for name, paths in download(parse_arguments(parser, argv).names).items():
-        print(f"{name}: {', '.join(map(str, paths))}")
+    for name in parse_arguments(parser, argv).names:
+        print(f"{name}: {', '.join(map(str, fetch(name)))}")
     return 0
 
 
@@ -200,7 +179,7 @@ def _retrieve(path: str, url: str) -> None:
     store = pooch.create(
         target.parent,
         "",
-        registry={target.name: REGISTRY[path].digest},
+        registry={target.name: REGISTRY[path][0]},
         urls={target.name: url},
         retry_if_failed=RETRIES,
     )

@@ -1,5 +1,6 @@
 """Image data sets: each function returns a checked `Pool`."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from fedjax_cfl.data.datasets.download import (
     require,
 )
 from fedjax_cfl.data.datasets.leaf_json import leaf
-from fedjax_cfl.data.datasets.pool import check_pool, number_owners, read_test_mask
+from fedjax_cfl.data.datasets.pool import check_pool, read_test_mask
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import checked
@@ -128,10 +129,9 @@ def femnist(
         keep = pool.y < 10
         writer, test = writer[keep], None if pool.test is None else pool.test[keep]
         pool = Pool(pool.x[keep], pool.y[keep], 10, test=test)
-    return check_pool(
-        pool._replace(client=number_owners(writer), test=pool.test if keep_split else None),
-        "femnist",
-    )
+    owner = np.unique(writer, return_inverse=True)[1]
+    pool = pool._replace(client=owner, test=pool.test if keep_split else None)
+    return check_pool(pool, "femnist")
 
 
 def cifar10(centered: bool = False) -> Pool:
@@ -145,12 +145,8 @@ def cifar10(centered: bool = False) -> Pool:
     """
     batches, part = locate(*CIFAR), locate(CIFAR_PART)
     if batches is not None:
-        records = [_records(path) for path in batches]
-        y, test = (
-            np.concatenate([labels[:, 0] for _, labels in records]),
-            np.repeat([False] * 5 + [True], [len(labels) for _, labels in records]),
-        )
-        pool = Pool(np.concatenate([images for images, _ in records]), y, 10, test=test)
+        x, y, test = join_parts([_records(path) for path in batches])
+        pool = Pool(x, y[:, 0], 10, test=test)
     elif part is not None:
         arrays = read_images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
@@ -169,15 +165,10 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     They are downloaded by `fedjax-cfl download cifar100` alone.
     """
     paths = require("cifar100", *CIFAR_100)
-    records = [_records(path, labels=2) for path in paths]
+    x, y, test = join_parts([_records(path, labels=2) for path in paths])
     column, classes = (1, 100) if labels == "fine" else (0, 20)
-    pool = Pool(
-        np.concatenate([images for images, _ in records]),
-        np.concatenate([found[:, column] for _, found in records]),
-        classes,
-        test=np.repeat([False, True], [len(images) for images, _ in records]),
-        class_names=_class_names(f"cifar100/cifar-100-binary/{labels}_label_names.txt", classes),
-    )
+    names = _class_names(f"cifar100/cifar-100-binary/{labels}_label_names.txt", classes)
+    pool = Pool(x, y[:, column], classes, test=test, class_names=names)
     return check_pool(_center(pool) if centered else pool, "cifar100")
 
 
@@ -244,26 +235,32 @@ def _idx(paths: list[Path]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reads train images, train labels, test images, test labels; returns x [N, 28, 28]
     uint8, y [N], test [N] bool.
     """
-    images, labels = ([readers.read_idx(path) for path in paths[first::2]] for first in (0, 1))
-    for image, label in zip(images, labels, strict=True):
-        check_images(paths[0].parent, image, label, (28, 28))
-    test = np.repeat([False, True], [len(part) for part in labels])
-    return np.concatenate(images), np.concatenate(labels), test
+    arrays = list(map(readers.read_idx, paths))
+    parts = list(zip(arrays[::2], arrays[1::2], strict=True))
+    for x, y in parts:
+        check_images(paths[0].parent, x, y, (28, 28))
+    return join_parts(parts)
+
+
+def join_parts(
+    parts: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns x [N, ...], y [N, ...] and test [N] bool of parts (x, y), of which the last is for
+    testing.
+    """
+    x, y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    return x, y, np.arange(len(y)) >= len(y) - len(parts[-1][1])
 
 
 def _standardize(x: np.ndarray, rows: slice | np.ndarray) -> np.ndarray:
     """Returns (x - mean) / (std + 0.001) per pixel as float32, with the statistics of
     `rows`; x is uint8 [N, ...], not scaled.
     """
-    chunks = range(0, len(x), 4096)  # a float64 copy of the whole array would take half a gigabyte
     used = x[rows]
     mean = used.mean(axis=0, dtype=np.float64)
-    square = sum(
-        (np.square(used[i : i + 4096], dtype=np.int64).sum(axis=0) for i in chunks),
-        np.zeros(x.shape[1:], np.int64),
-    ) / len(used)
+    square = np.einsum("n...,n...->...", used, used, dtype=np.int64, casting="safe") / len(used)
     scale = np.sqrt(np.maximum(square - mean**2, 0)) + STD_EPSILON
     out = np.empty(x.shape, np.float32)
-    for i in chunks:
+    for i in range(0, len(x), 4096):  # in float64 all of it would take half a gigabyte
         out[i : i + 4096] = (x[i : i + 4096] - mean) / scale
     return out

@@ -79,10 +79,10 @@ def name_characters(path: str, x: np.ndarray, y: np.ndarray) -> tuple[str, ...]:
 
 
 def read_users(
-    folders: Iterable[PathLike], parse: Callable[[Path, str, object], tuple]
+    folders: Iterable[PathLike], parse: Callable[[Path, str, list, list], tuple]
 ) -> dict[str, tuple[Any, Any, Path]]:
-    """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file,
-    user, user_data)` gives (x, y).
+    """Returns user -> (x, y, file) of files or folders of LEAF JSON, where `parse(file, user,
+    x, y)` gives (x, y) of the lists that are there.
     """
     data: dict[str, tuple[Any, Any, Path]] = {}
     for path in [Path(shard) for folder in folders for shard in list_files(folder, "json")]:
@@ -98,7 +98,7 @@ def read_users(
                     f"{path}: user {shorten(user)} is also in {data[user][2]}, expected every user"
                     " in one shard only"
                 )
-            data[user] = (*parse(path, user, held), path)
+            data[user] = (*parse(path, user, *user_lists(path, user, held)), path)
     return data
 
 
@@ -132,13 +132,12 @@ def user_lists(path: Path, user: str, held: object) -> tuple[list, list]:
 
 def label_users(
     fits: Callable[[Any], bool], sample: str, labels: dict[str, int], label: str
-) -> Callable[[Path, str, object], tuple[list, list[int]]]:
+) -> Callable[[Path, str, list, list], tuple[list, list[int]]]:
     """Returns a `parse` of `read_users` for samples that `fits` accepts, which are a `sample`, and
     for `labels`, by what they are in a file; the words of both are for messages.
     """
 
-    def parse(path: Path, user: str, held: object) -> tuple[list, list[int]]:
-        x, y = user_lists(path, user, held)
+    def parse(path: Path, user: str, x: list, y: list) -> tuple[list, list[int]]:
         for i, pair in enumerate(zip(x, y, strict=True)):
             good = fits(pair[0]), str(pair[1]) in labels
             if not all(good):
@@ -179,9 +178,8 @@ def count_samples(parts: list[dict[str, Any]], name: str) -> int:
     return sum(len(part[name][1]) for part in parts if name in part)
 
 
-def read_user(path: Path, user: str, held: object) -> tuple[np.ndarray, np.ndarray]:
+def read_user(path: Path, user: str, x: list, y: list) -> tuple[np.ndarray, np.ndarray]:
     """Returns x [n, ...] float32 and y [n] of one user, of text the numbers of its characters."""
-    x, y = user_lists(path, user, held)
     if x and isinstance(x[0], str):
         return number_characters(path, user, x, y)
     arrays = []

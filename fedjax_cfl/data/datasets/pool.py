@@ -164,11 +164,6 @@ def _read_whole(name: str, field: str, values: np.ndarray, length: int | None = 
     return values.astype(np.int32)
 
 
-def number_owners(client: np.ndarray) -> np.ndarray:
-    """Returns client numbers [N] without gaps, in the same order."""
-    return np.unique(client, return_inverse=True)[1].astype(np.int32)
-
-
 def read_test_mask(path: str | Path, split: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns which samples are for testing [N] bool, from 0 or train, and 1 or test."""
     check_length(f"{path}: split", split, len(y))

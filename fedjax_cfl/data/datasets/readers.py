@@ -12,7 +12,6 @@ import io
 import math
 import os
 import stat
-import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -92,15 +91,9 @@ def open_unpacked(path: PathLike) -> Iterator[io.BufferedReader | gzip.GzipFile]
     too).
     """
     check_file(path, b"\x1f\x8b")
-    try:
-        with open(path, "rb") as file:
-            packed = file.peek(2)[:2] == b"\x1f\x8b"
-            yield gzip.GzipFile(fileobj=file) if packed else file
-    except (OSError, EOFError, zlib.error, MemoryError) as error:
-        raise InputError(
-            f"{path}: file cannot be read ({line_of(error)}), expected a complete file, gzipped or"
-            " not"
-        ) from error
+    with report_damage(path, "a complete file, gzipped or not"), open(path, "rb") as file:
+        packed = file.peek(2)[:2] == b"\x1f\x8b"
+        yield gzip.GzipFile(fileobj=file) if packed else file
 
 
 def read_unpacked(path: PathLike) -> bytearray:

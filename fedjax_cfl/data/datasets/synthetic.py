@@ -180,20 +180,6 @@ def sea(
     return _draw(label, kind, changes, clients, (samples, test_samples), noise, seed)
 
 
-def read_changes(changes: str | Sequence[str], clients: int, concepts: int) -> np.ndarray:
-    """Returns the concept [T, K] int32 of each client in each stage. Raises InputError for one that
-    is not 0 .. `concepts` - 1.
-    """
-    words = CHANGES[changes] if isinstance(changes, str) else changes
-    table = np.array([[int(digit) for digit in word] for word in words], np.int32)
-    if table.max() >= concepts:
-        raise InputError(
-            f"dataset.source.changes={changes}: names concept {table.max()}, and there are"
-            f" {concepts}, from 0 on; use another table"
-        )
-    return table[:, np.arange(clients) % table.shape[1]]
-
-
 def _draw(
     label: Callable[[np.ndarray, np.ndarray], np.ndarray],
     kind: tuple[int, float, int],
@@ -210,7 +196,14 @@ def _draw(
     those of `sine`.
     """
     features, end, concepts = kind
-    table, rng = read_changes(changes, clients, concepts), RandomState(seed)
+    words = CHANGES[changes] if isinstance(changes, str) else changes
+    table, rng = np.array([[*map(int, word)] for word in words], np.int32), RandomState(seed)
+    if table.max() >= concepts:
+        raise InputError(
+            f"dataset.source.changes={changes}: names concept {table.max()}, and there are"
+            f" {concepts}, from 0 on; use another table"
+        )
+    table = table[:, np.arange(clients) % table.shape[1]]  # [T, K]
     count = table.size * sum(sizes)
     time, client, place = np.unravel_index(np.arange(count), (*table.shape, sum(sizes)))
     x = (end * rng.random_sample((count, features))).astype(np.float32)

@@ -1,23 +1,29 @@
-"""Tables of one row a sample, whose columns the user names: of a file, or a frame of pandas."""
+"""Tables of one row a sample, whose columns the user names: of a file, or a frame of pandas; and
+Elec2, which is one.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import numpy as np
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import tables
+from fedjax_cfl.data.datasets.download import require
 from fedjax_cfl.data.datasets.image_files import ImageSize, Mode
+from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name
 from fedjax_cfl.types import Pool
-from fedjax_cfl.validation import NaturalInt, Rule, checked
+from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, checked
 
 if TYPE_CHECKING:
-    import numpy
     import pandas
     import pyarrow
 
+ELEC2 = "elec2/elec.csv.gz"
+ELEC2_FEATURES = ["period", "nswprice", "nswdemand", "vicprice", "vicdemand", "transfer"]
 Sign = Annotated[
     str, Rule("one character, or tab", lambda value: value == "tab" or len(value) == 1)
 ]
@@ -136,6 +142,31 @@ def parquet(
     return read_source("parquet", locals())
 
 
+@checked("dataset.source")
+def elec2(clients: PositiveInt = 48) -> Pool:
+    """Returns Elec2: x [N, 6] float32 and y [N], the half-hours in order of time: the New South
+    Wales electricity market, 45,312 of them (Harries, "SPLICE-2 Comparative Evaluation: Electricity
+    Pricing", 1999), a real stream with drift.
+
+    The features are the time of day, two prices, two demands and the transfer, all from 0 to 1.
+    y is 1 where the price in New South Wales is above its mean of the last 24 hours. `time` is
+    the number of the half-hour.
+
+    Half-hour n belongs to client n mod `clients`: 48 are the half-hours of the day, 336 those
+    of the week. The file elec2/elec.csv.gz under a data root is not downloaded. Raises
+    InputError if it is missing or bad, or has fewer half-hours than clients.
+    """
+    (path,) = require("elec2", ELEC2)
+    pool = csv(path, y="class", x=ELEC2_FEATURES, num_classes=2)
+    number = np.arange(len(pool.y))
+    if clients > len(number):
+        raise InputError(
+            f"dataset.source.clients={clients}: at most {len(number)}, the number of half-hours"
+        )
+    pool = pool._replace(client=number % clients, time=number, columns=None)
+    return check_pool(pool._replace(x=pool.x.astype(np.float32)), str(path))
+
+
 def read_source(kind: tables.Kind, source: dict[str, Any]) -> Pool:
     """Returns the pool of files of a kind that `source` describes, as the arguments of `csv`."""
     from fedjax_cfl.data.datasets import frame
@@ -145,7 +176,7 @@ def read_source(kind: tables.Kind, source: dict[str, Any]) -> Pool:
 
 def read_new_samples(
     kind: Any, source: dict[str, Any], trained: Sequence[str], labels: bool
-) -> tuple[Pool, "numpy.ndarray", int]:
+) -> tuple[Pool, np.ndarray, int]:
     """Returns the pool of new samples for a run, of files that `source` describes as those of the
     run, the row of each sample that lacks no value, and how many rows there are; `kind` is as in
     `read_source`, the others as in `frame.match_columns`.
