@@ -94,8 +94,8 @@ class Partition(NamedTuple):
     # [K] int32, the true group of each client; [T, K]: in each stage
     concept: np.ndarray | None = None
     client_names: tuple[str | int, ...] | None = None  # [K] as the source gives them
-    code: np.ndarray | None = None  # [N] int32, how a sample is read, see `data.transform`
-    label_maps: np.ndarray | None = None  # [L, C] int32, what the codes refer to
+    turns: np.ndarray | None = None  # [N] int32, quarter turns with which a sample is read
+    labels: np.ndarray | None = None  # [N] int32, as clients see them; None: those of the pool
     shared: np.ndarray | None = None  # [N] bool, True for copies that the server gave out
     # [N] bool, True for samples that nobody trains on, to choose a round by; None: there are none
     validation: np.ndarray | None = None

@@ -142,7 +142,7 @@ def test_offline_asks_nobody(cache, server):
 
 
 def test_unknown_name(cache):
-    one_line("did you mean 'mnist'?", download.download, ["mnits"])
+    one_line("did you mean 'mnist'?", fetch, "mnits")
 
 
 def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
@@ -196,8 +196,8 @@ def test_an_archive_is_unpacked_where_its_files_are_looked_for(cache, server, mo
 
 def test_registry_is_well_formed():
     assert list_public() == ["mnist", "fashion_mnist", "cifar10", "cifar100", "svhn"]
-    digests = [remote.digest.removeprefix("sha256:") for remote in REGISTRY.values()]
+    digests = [digest.removeprefix("sha256:") for digest, _ in REGISTRY.values()]
     assert len(set(digests)) == 12 and all(len(bytes.fromhex(each)) == 32 for each in digests)
     assert {*MEMBERS} < {*REGISTRY}
-    for path, remote in REGISTRY.items():
-        assert remote.url.startswith("http") and path.endswith(remote.url.rpartition("/")[2])
+    for path, (_, url) in REGISTRY.items():
+        assert url.startswith("http") and path.endswith(url.rpartition("/")[2])

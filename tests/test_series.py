@@ -9,7 +9,7 @@ from conftest import lasting_rows, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import launch
-from fedjax_cfl.data.padding import find_room, measure_room, pad_data, widen_room
+from fedjax_cfl.data.padding import measure_room, pad_data, widen_room
 from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.simulation import program
 
@@ -161,7 +161,7 @@ def test_callbacks_of_ones_own(fedjax_cfl, tmp_path):
 
 
 def test_padded_data_hold_the_same(toy):
-    room = widen_room(find_room([toy]))
+    room = widen_room(measure_room(toy))
     padded = pad_data(toy, room)
     assert measure_room(padded) == room != measure_room(toy)
     for side in ("train", "test"):
@@ -199,7 +199,7 @@ def test_runs_of_the_same_objects_share_programs(score, compiled):
 @pytest.mark.nightly
 def test_wider_data_and_settings_of_jax_have_programs_of_their_own(score, compiled, toy):
     first = score(2, 0)[0]
-    wider = jax.tree.map(jax.numpy.asarray, pad_data(toy, widen_room(find_room([toy]))))
+    wider = jax.tree.map(jax.numpy.asarray, pad_data(toy, widen_room(measure_room(toy))))
     assert score(2, 0, wider)[0] == pytest.approx(first, rel=1e-5) and len(compiled) == 2
     with jax.default_matmul_precision("bfloat16"):
         score(2, 0)

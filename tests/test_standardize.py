@@ -14,7 +14,7 @@ from scipy.special import softmax
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
-from fedjax_cfl.data.scaling import Scaling, describe_scales, standardize
+from fedjax_cfl.data.scaling import Scaling, check_scaling, describe_scales, standardize
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.results import read_clients
 
@@ -213,7 +213,11 @@ def test_images_that_are_turned_are_refused(toy):
     ],
 )
 def test_a_scaling_fits_samples_and_clients(mean, deviation, fits):
-    assert Scaling(mean, deviation).fits((4,), 3) is fits
+    data = SimpleNamespace(x=np.zeros((9, 4)), num_clients=3)
+    if fits:
+        check_scaling(Scaling(mean, deviation), data)
+    else:
+        one_line("must be what standardize", check_scaling, Scaling(mean, deviation), data)
 
 
 @pytest.fixture(scope="module")

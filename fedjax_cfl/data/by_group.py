@@ -148,8 +148,9 @@ def rotated_groups(
     """
     rng = dealing.check_partition(rotated_groups, locals())
     check_square(pool.x, "partition=rotated_groups")
-    maps = np.tile(np.arange(pool.num_classes, dtype=np.int32), (TURNS, 1))
+    maps = None
     if swap_labels:
+        maps = np.tile(np.arange(pool.num_classes, dtype=np.int32), (TURNS, 1))
         if pool.num_classes < 2 * TURNS + 1:
             raise InputError(
                 f"partition.swap_labels=True: {pool.num_classes} classes, expected at least"
@@ -160,7 +161,7 @@ def rotated_groups(
     mask = dealing.draw_test_mask(rng, pool, test_fraction)
     concept = _deal_clients(TURNS, clients_per_group, seed)
     held = _draw_group(rng, pool, mask, len(concept), samples_per_client, test_samples, alpha)
-    return _encode(held, concept, maps)
+    return _turn(pool, held, concept, maps)
 
 
 @checked("partition")
@@ -226,8 +227,7 @@ def ifca_rotations(pool: Pool, *, samples_per_client: Count = 100, seed: Seed = 
         used = rng.permutation(train)[: clients * samples_per_client]
         held[0].extend(np.split(used, clients))
         held[1].extend(np.array_split(rng.permutation(test), clients))
-    maps = np.arange(pool.num_classes, dtype=np.int32)[None]
-    return _encode(held, np.repeat(np.arange(TURNS, dtype=np.int32), clients), maps)
+    return _turn(pool, held, np.repeat(np.arange(TURNS, dtype=np.int32), clients))
 
 
 def _draw_group(
@@ -269,15 +269,16 @@ def _deal_clients(groups: int, clients_per_group: int | str, seed: int) -> np.nd
     return np.sort(own.randint(groups, size=len(group))).astype(np.int32)
 
 
-def _encode(
+def _turn(
+    pool: Pool,
     held: tuple[Sequence[np.ndarray], Sequence[np.ndarray]],
     concept: np.ndarray,
-    label_maps: np.ndarray,
+    label_maps: np.ndarray | None = None,
 ) -> Partition:
     """Returns the partition of clients that see their samples turned as many times as their
-    group `concept` [K] says, through its row of `label_maps`, or the only one.
+    group `concept` [K] says, and through its row of `label_maps` [G, C], if there are some.
     """
     holdings = dealing.join_clients(*held)
-    turn = concept[holdings.owner]
-    code = turn + TURNS * turn if len(label_maps) > 1 else turn
-    return holdings._replace(concept=concept, code=code, label_maps=label_maps)
+    turns = concept[holdings.owner]
+    labels = None if label_maps is None else label_maps[turns, pool.y[holdings.sample]]
+    return holdings._replace(concept=concept, turns=turns, labels=labels)

@@ -8,7 +8,7 @@ the true group of each client.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 from typing_extensions import TypeAliasType
@@ -37,6 +37,7 @@ Pairs = TypeAliasType(
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
+@checked("concept")
 def rotate(
     x: np.ndarray,
     y: np.ndarray,
@@ -44,7 +45,7 @@ def rotate(
     clients: int,
     num_classes: int,
     *,
-    groups: PositiveInt = 4,
+    groups: Literal[1, 2, 4] = 4,
     shuffle: bool = True,
     seed: Seed = 0,
 ) -> ConceptArrays:
@@ -56,10 +57,6 @@ def rotate(
     equal-sized groups at random with `seed`, False: client k is in group k mod groups, which
     goes in step with any partition that deals classes in a ring.
     """
-    if groups not in (1, 2, 4):
-        raise InputError(
-            f"concept.groups={groups}: expected 1, 2 or 4, so that quarter turns are spread evenly"
-        )
     check_square(x, "concept=rotate")
     concept = draw_concepts(clients, groups, shuffle, seed)
     return turn_quarters(x, concept[owner] * (TURNS // groups)), y, concept

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.data.datasets.pool import check_pool, to_float32
-from fedjax_cfl.data.transform import TURNS, turn_images
+from fedjax_cfl.data.transform import turn_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tasks import kind_of
 from fedjax_cfl.types import (
@@ -108,9 +108,7 @@ def federate(
     groups = np.full(clients, -1, np.int32) if holdings.concept is None else holdings.concept
     if on_host:
         return federate_on_host(pool, holdings, find_lasting(groups))
-    rows, sample, turns, y = holdings.sample, None, None, pool.y[holdings.sample]
-    if holdings.code is not None and holdings.label_maps is not None:
-        turns, y = holdings.code % TURNS, holdings.label_maps[holdings.code // TURNS, y]
+    rows, sample, y = holdings.sample, None, read_labels(pool, holdings)
     stored, number = np.unique(rows, return_inverse=True)
     if concept is not None:
         x, y, groups = concept(to_float32(pool.x[rows]), y, owner, clients, pool.num_classes)
@@ -131,7 +129,7 @@ def federate(
         shifted=jnp.zeros(clients, bool),
         max_client_samples=int(train.size.max()),
         sample=_to_device(sample),
-        turns=_to_device(turns),
+        turns=_to_device(holdings.turns),
         time=_to_device(find_times(pool, holdings)),
         exact=keep_exact(x),
         **describe_source(pool, holdings),
@@ -179,7 +177,7 @@ def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -
     """Raises InputError for what data on the host, or a partition that turns its samples, cannot
     have.
     """
-    turned, edited = holdings.code is not None, concept is not None
+    turned, edited = holdings.turns is not None, concept is not None
     if turned and edited:
         raise InputError(
             "concept: this partition turns and relabels the samples of its own groups; use"
@@ -191,6 +189,11 @@ def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -
             f"resident=host: {what} all samples, on the device; use resident=device"
             f"{', or concept=none' if edited else ''}"
         )
+
+
+def read_labels(pool: Pool, holdings: Partition) -> np.ndarray:
+    """Returns the label of each holding [N], as its client sees it."""
+    return pool.y[holdings.sample] if holdings.labels is None else holdings.labels
 
 
 def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -210,7 +213,7 @@ def find_lasting(groups: np.ndarray) -> np.ndarray:
 
 def take_holdings(holdings: Partition, rows: np.ndarray) -> Partition:
     """Returns some of the holdings, in the order of `rows`: numbers [n], or a mask [N]."""
-    names = ("sample", "owner", "test", "code", "shared", "validation")
+    names = ("sample", "owner", "test", "turns", "labels", "shared", "validation")
     columns = {name: getattr(holdings, name) for name in names}
     taken = {name: column[rows] for name, column in columns.items() if column is not None}
     return holdings._replace(**taken)

@@ -46,11 +46,6 @@ def widen_room(room: Room) -> Room:
     return Room(rows, sides, 1 << (3 * room.client_samples // 2 - 1).bit_length(), room.indexed)
 
 
-def find_room(data: Sequence[FederatedData]) -> Room:
-    """Returns the smallest room that holds each of several data sets."""
-    return merge_rooms([measure_room(one) for one in data])
-
-
 def pad_data(data: FederatedData, room: Room) -> FederatedData:
     """Returns data of the size of a room, on the host: what is added is behind the last sample, and
     no client's.

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_cfl.data.federated import check_classes, take_holdings
-from fedjax_cfl.data.transform import TURNS
+from fedjax_cfl.data.federated import check_classes, read_labels, take_holdings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Partition, Pool
 from fedjax_cfl.validation import Fraction, NaturalInt, Seed, checked
@@ -53,9 +52,7 @@ def share_samples(
         return holdings
     what = f"shared_samples.per_label={per_label}"
     check_classes(pool, what, "use shared_samples.per_label=0")
-    label = pool.y[holdings.sample]
-    if holdings.code is not None and holdings.label_maps is not None:
-        label = holdings.label_maps[holdings.code // TURNS, label]
+    label = read_labels(pool, holdings)
     counts = np.bincount(label, minlength=pool.num_classes)
     rarest = np.argsort(counts, kind="stable")[: round(label_share * pool.num_classes)]
     apart = holdings.test if holdings.validation is None else holdings.test | holdings.validation

@@ -28,13 +28,6 @@ class Scaling(NamedTuple):
     mean: np.ndarray
     deviation: np.ndarray  # of the same type, > 0; 1 where a feature never varies
 
-    def fits(self, shape: tuple[int, ...], clients: int) -> bool:
-        """Returns whether this can be the scaling of samples of this shape, of so many clients."""
-        sizes, deviation = {(rows, *shape) for rows in (1, clients + 1)}, self.deviation
-        if self.mean.shape != deviation.shape or deviation.shape not in sizes:
-            return False
-        return bool(np.isfinite(self).all() and (deviation > 0).all())
-
     def apply(self, x: np.ndarray, client: int | np.ndarray = -1) -> np.ndarray:
         """Returns samples x [B, ...], uint8 or as exact as they are, as float32, scaled as those of
         a `client` [] or [B]; -1: by all of them.
@@ -50,7 +43,7 @@ class Scaling(NamedTuple):
         common = self.mean[-1:], self.deviation[-1:]
         if len(self.mean) == 1 or not len(x):
             return Scaling(*common)
-        return Scaling(*_measure(_as_float(x, self.mean.dtype), *common))
+        return Scaling(*_measure(_as_float(x, self.mean.dtype), np.arange(len(x)), common))
 
 
 @checked()
@@ -73,39 +66,34 @@ def standardize(
             else "this partition turns the images of its groups; use none"
         )
         raise InputError(f"dataset.standardize={by}: {why}")
-    x = _exact_samples(data)
+    x = np.asarray(data.x)
+    if data.exact is not None and np.array_equal(data.exact.x.astype(x.dtype), x):
+        x = data.exact.x  # before they became float32
     sample = np.arange(len(data.y)) if data.sample is None else np.asarray(data.sample)
     order, start, size = map(np.asarray, (data.train.order, data.train.start, data.train.size))
     own = [sample[order[begin : begin + n]] for begin, n in zip(start, size, strict=True)]
-    mean, deviation = _measure(x, rows=np.concatenate(own[:clients]))
+    common = _measure(x, np.concatenate(own[:clients]))
     if by == "pool":
-        scaling = Scaling(mean, deviation)
+        scaling = Scaling(*common)
         return data.replace(x=jnp.asarray(scaling.apply(x)), exact=None), scaling
-    parts = [_measure(x, mean, deviation, rows) for rows in own]
-    scaling = Scaling(
-        *(np.concatenate(each) for each in zip(*parts, (mean, deviation), strict=True))
-    )
+    parts = [_measure(x, rows, common) for rows in own]
+    scaling = Scaling(*(np.concatenate(each) for each in zip(*parts, common, strict=True)))
     # a sample that several clients hold is another one for each
     scaled = scaling.apply(x[sample], np.asarray(data.owner))
     return data.replace(x=jnp.asarray(scaled), sample=None, exact=None), scaling
 
 
-def _exact_samples(data: FederatedData) -> np.ndarray:
-    """Returns samples x [rows, ...]: before they became float32, if they are still the same."""
-    x = np.asarray(data.x)
-    exact = x if data.exact is None else data.exact.x
-    return exact if np.array_equal(exact.astype(x.dtype), x) else x
-
-
 def check_scaling(scaling: Scaling | None, data: FederatedData) -> None:
     """Raises InputError for a scaling that `standardize` cannot have returned with these data."""
-    shape, clients = data.x.shape[1:], data.num_clients
-    if scaling is None or scaling.fits(shape, clients):
+    if scaling is None:
         return
-    raise InputError(
-        f"scaling=of shape {scaling.mean.shape}: must be what standardize returned with these data,"
-        f" of {clients} clients and samples of shape {shape}"
-    )
+    (mean, deviation), shape, clients = scaling, data.x.shape[1:], data.num_clients
+    fits = mean.shape == deviation.shape in [(1, *shape), (clients + 1, *shape)]
+    if not fits or not np.isfinite(scaling).all() or not (deviation > 0).all():
+        raise InputError(
+            f"scaling=of shape {mean.shape}: must be what standardize returned with these data, of"
+            f" {clients} clients and samples of shape {shape}"
+        )
 
 
 def describe_scales(data: FederatedData, by: Standardize) -> str | None:
@@ -132,20 +120,16 @@ def describe_scales(data: FederatedData, by: Standardize) -> str | None:
 
 
 def _measure(
-    x: np.ndarray,
-    mean: np.ndarray | None = None,
-    deviation: np.ndarray | None = None,
-    rows: np.ndarray | None = None,
+    x: np.ndarray, rows: np.ndarray, common: tuple[np.ndarray, np.ndarray] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the mean [1, ...] and deviation [1, ...] of samples, `rows` [n] of x; where there
-    are none, or one never varies, those given, else 1 as deviation.
+    are none, or one never varies, what is `common` to all, else 1 as deviation.
     """
-    rows = np.arange(len(x)) if rows is None else rows
-    if not rows.size and mean is not None and deviation is not None:
-        return mean, deviation
-    own, spread = _moments(x, rows)
-    instead = np.ones_like(spread) if deviation is None else deviation
-    return own.astype(_kind(x)), np.where(spread > 0, spread, instead).astype(_kind(x))
+    if common is not None and not rows.size:
+        return common
+    mean, spread = _moments(x, rows)
+    instead = np.ones_like(spread) if common is None else common[1]
+    return mean.astype(_kind(x)), np.where(spread > 0, spread, instead).astype(_kind(x))
 
 
 def _moments(x: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

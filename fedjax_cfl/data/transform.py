@@ -1,7 +1,5 @@
-"""Transformations of samples when they are read, so that a pool is stored once however
-its clients see it: quarter turns and label maps.
-
-A code is one int32 per holding: quarter turns + 4 * number of the label map.
+"""Quarter turns of samples when they are read, so that a pool is stored once however its clients
+see it.
 """
 
 import jax

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import Mesh
 
 from fedjax_cfl.data.drift import Drift, bound_client_samples
-from fedjax_cfl.data.padding import find_room, pad_data
+from fedjax_cfl.data.padding import measure_room, merge_rooms, pad_data
 from fedjax_cfl.data.prefetch import DeviceFeed
 from fedjax_cfl.formatting import shorten
 from fedjax_cfl.sharding import is_cpu, replicate
@@ -54,7 +54,7 @@ def stack_data(data: Sequence[FederatedData]) -> FederatedData:
         if len({of(one) for one in data}) > 1:
             counts = ", ".join(str(of(one)) for one in data)
             raise NotMapped(f"the seeds' data differ in their {name} ({counts})")
-    room = find_room(data)
+    room = merge_rooms([measure_room(one) for one in data])
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(pad_data(one, room) for one in data))
 
 
