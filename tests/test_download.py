@@ -65,7 +65,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
+def cache(tmp_path, monkeypatch, server):
     """Returns an empty cache folder; no data root is named and no proxy used."""
     monkeypatch.setattr(download, "cache_dir", lambda: tmp_path / "cache")
     monkeypatch.delenv(DATA_ENV_VAR, raising=False)
@@ -73,7 +73,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(Handler, "asked", [])
     monkeypatch.setattr("pooch.core.time.sleep", lambda seconds: None)
     for name in NAMES:
-        remote = f"sha256:{SHA256}", f"http://127.0.0.1:9/{name}"
+        remote = f"sha256:{SHA256}", f"{server}/{name}"
         monkeypatch.setitem(REGISTRY, f"{name[:-3]}/{name}", remote)
     return tmp_path / "cache"
 
@@ -89,11 +89,11 @@ def server():
         thread.join()
 
 
-def test_fetches_once(cache, server):
-    assert fetch("good", base_url=server) == [cache / "good" / "good.gz"]
+def test_fetches_once(cache):
+    assert fetch("good") == [cache / "good" / "good.gz"]
     assert (cache / "good" / "good.gz").read_bytes() == BODY
     assert fetch("good", offline=True) == [cache / "good" / "good.gz"]
-    assert fetch("good", base_url=server) == [cache / "good" / "good.gz"]
+    assert fetch("good") == [cache / "good" / "good.gz"]
     assert Handler.asked == ["good.gz"]
     assert [path.name for path in cache.rglob("*")] == ["good", "good.gz"]  # no temporary file
 
@@ -103,8 +103,8 @@ import sys
 from pathlib import Path
 from fedjax_cfl.data.datasets import download
 download.cache_dir = lambda: Path(sys.argv[1])
-download.REGISTRY["good/good.gz"] = f"sha256:{sys.argv[3]}", "http://[::1]:9/"
-print(download.fetch("good", base_url=sys.argv[2])[0].read_bytes() == bytes.fromhex(sys.argv[4]))
+download.REGISTRY["good/good.gz"] = f"sha256:{sys.argv[3]}", f"{sys.argv[2]}/good.gz"
+print(download.fetch("good")[0].read_bytes() == bytes.fromhex(sys.argv[4]))
 """
 
 
@@ -129,15 +129,16 @@ def test_two_processes_at_once(cache, server):
         ("good", "Max retries exceeded"),
     ],
 )
-def test_bad_answers_leave_nothing(cache, server, name, says):
-    # nothing listens at port 9
-    one_line(says, fetch, name, base_url="http://127.0.0.1:9/" if name == "good" else server)
+def test_bad_answers_leave_nothing(cache, name, says, monkeypatch):
+    if name == "good":  # nothing listens at port 9
+        monkeypatch.setitem(REGISTRY, "good/good.gz", (f"sha256:{SHA256}", "http://127.0.0.1:9/"))
+    one_line(says, fetch, name)
     assert not [path for path in cache.rglob("*") if path.is_file()]
 
 
-def test_offline_asks_nobody(cache, server):
-    one_line(str(cache), fetch, "good", offline=True, base_url=server)
-    one_line("good/good.gz", fetch, "good", offline=True, base_url=server)
+def test_offline_asks_nobody(cache):
+    one_line(str(cache), fetch, "good", offline=True)
+    one_line("good/good.gz", fetch, "good", offline=True)
     assert Handler.asked == []
 
 
@@ -145,7 +146,7 @@ def test_unknown_name(cache):
     one_line("did you mean 'mnist'?", fetch, "mnits")
 
 
-def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
+def test_users_own_files_come_first(cache, tmp_path, monkeypatch):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second, cache):
         (folder / "good").mkdir(parents=True)
@@ -153,44 +154,44 @@ def test_users_own_files_come_first(cache, server, tmp_path, monkeypatch):
     (cache / "good" / "good.gz").write_bytes(BODY)
     assert locate("good/good.gz") == [cache / "good" / "good.gz"]
     (second / "good" / "good").write_bytes(b"the user's own, unpacked and not verified")
-    assert fetch("good", base_url=server) == [second / "good" / "good"]
+    assert fetch("good") == [second / "good" / "good"]
     assert locate("good/good.gz", "good/other.gz") is None
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path / "typo"))
     one_line("no folder", locate, "good/good.gz")
 
 
-def test_odd_roots_and_broken_links(cache, server, tmp_path, monkeypatch):
+def test_odd_roots_and_broken_links(cache, tmp_path, monkeypatch):
     for odd in ("~nobody_of_this_name", "z" * 300):
         monkeypatch.setenv(DATA_ENV_VAR, odd)
-        one_line("no folder", fetch, "good", base_url=server)
+        one_line("no folder", fetch, "good")
     monkeypatch.setenv(DATA_ENV_VAR, str(tmp_path))
     (tmp_path / "good").mkdir()
     (tmp_path / "good" / "good.gz").symlink_to(tmp_path / "unmounted")
     # the user's own: its reader will refuse it
-    assert fetch("good", base_url=server) == [tmp_path / "good" / "good.gz"]
+    assert fetch("good") == [tmp_path / "good" / "good.gz"]
     assert Handler.asked == []
 
 
-def test_a_transfer_that_breaks_off_is_tried_again(cache, server):
-    assert fetch("flaky", base_url=server)[0].read_bytes() == BODY
+def test_a_transfer_that_breaks_off_is_tried_again(cache):
+    assert fetch("flaky")[0].read_bytes() == BODY
     assert Handler.asked == ["flaky.gz"] * 2
-    one_line("IncompleteRead", fetch, "truncated", base_url=server)
+    one_line("IncompleteRead", fetch, "truncated")
     assert Handler.asked.count("truncated.gz") == 1 + RETRIES
 
 
 def test_an_archive_is_unpacked_where_its_files_are_looked_for(cache, server, monkeypatch):
     name, parts = "packed/packed.tar.gz", ("inside/a.bin", "inside/b.bin")
     digest = f"sha256:{hashlib.sha256(pack()).hexdigest()}"
-    monkeypatch.setitem(REGISTRY, name, (digest, "http://127.0.0.1:9/"))
+    monkeypatch.setitem(REGISTRY, name, (digest, f"{server}/packed.tar.gz"))
     monkeypatch.setitem(MEMBERS, name, parts)
     expected = [cache / "packed" / part for part in parts]
-    assert fetch("packed", base_url=server) == fetch("packed", offline=True) == expected
+    assert fetch("packed") == fetch("packed", offline=True) == expected
     assert [path.read_bytes() for path in expected] == [BODY, BODY]
     assert not list(cache.rglob("escaped")) and Handler.asked == ["packed.tar.gz"]
     expected[1].unlink()
     one_line("packed/inside/b.bin; put it into", fetch, "packed", offline=True)
-    monkeypatch.setitem(REGISTRY, name, (f"sha256:{SHA256}", "http://127.0.0.1:9/"))
-    one_line("does not match the known hash", fetch, "packed", base_url=server)
+    monkeypatch.setitem(REGISTRY, name, (f"sha256:{SHA256}", f"{server}/packed.tar.gz"))
+    one_line("does not match the known hash", fetch, "packed")
     assert not expected[1].exists(), "nothing is unpacked that is not verified"
 
 

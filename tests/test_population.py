@@ -123,7 +123,7 @@ def test_a_run_is_taken_up_inside_a_block(both, linear, local, monkeypatch):
         feed = prefetch.HostFeed(
             both[1], algorithm, jax.random.key(1), rounds, 8, local.execution.mesh
         )
-        plan = zip(feed._plan_blocks(done), feed.train_blocks(done), strict=True)
+        plan = zip(prefetch.plan_blocks(feed, done), feed.train_blocks(done), strict=True)
         return [
             count
             for at, (count, block) in plan

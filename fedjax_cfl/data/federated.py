@@ -116,7 +116,7 @@ def federate(
         x, sample = pool.x[stored], number
     else:
         x = pool.x[rows]
-    train, test, validation = build_views(holdings, clients)
+    train, test, validation = build_views(holdings, clients, np.arange(len(rows)))
     return FederatedData(
         x=jnp.asarray(to_float32(x)),
         y=jnp.asarray(y, pool.y.dtype),
@@ -162,14 +162,14 @@ def keep_exact(x: np.ndarray) -> ExactSamples | None:
 
 
 def build_views(
-    holdings: Partition, clients: int
+    holdings: Partition, clients: int, numbers: np.ndarray, arrays: Any = jnp
 ) -> tuple[ClientIndex, ClientIndex, ClientIndex | None]:
-    """Returns who of the K `clients` has which holdings for training, for testing, and to choose a
-    round by, None: there are none of these.
+    """Returns who of the K `clients` has which holdings, by `numbers` [N] of theirs, for training,
+    for testing, and to choose a round by, None: there are none of these; as arrays of `arrays`.
     """
     owner, test, apart = holdings.owner, holdings.test, holdings.validation
     sides = (~test, test) if apart is None else (~test & ~apart, test, apart)
-    views = [build_client_index(np.flatnonzero(side), owner[side], clients) for side in sides]
+    views = [build_client_index(numbers[side], owner[side], clients, arrays) for side in sides]
     return views[0], views[1], views[2] if len(views) > 2 else None
 
 
@@ -244,10 +244,7 @@ def check_names(pool: Pool, holdings: Partition) -> None:
 
 def federate_on_host(pool: Pool, holdings: Partition, groups: np.ndarray) -> FederatedData:
     """Returns a population whose samples stay on the host; `groups` [K] are the true groups."""
-    train, test = (
-        build_client_index(holdings.sample[rows], holdings.owner[rows], len(groups), np)
-        for rows in (np.flatnonzero(~holdings.test), np.flatnonzero(holdings.test))
-    )
+    train, test, _ = build_views(holdings, len(groups), holdings.sample, np)
     x, most = to_float32(pool.x), int(train.size.max())
     host: Any = {"x": x, "y": pool.y, "owner": None, "shifted": None, "concept": groups}
     host |= describe_source(pool, holdings)

@@ -93,10 +93,8 @@ class DeviceFeed:
 
     def train_blocks(self, done: int) -> Iterator[tuple[int, FederatedData]]:
         """Yields (rounds, data) of the blocks from round `done` on, each up to an evaluation."""
-        while done < self.rounds:
-            count = min(self.eval_every - done % self.eval_every, self.rounds - done)
+        for _, count in plan_blocks(self, done):
             yield count, self.data
-            done += count
 
     def test_blocks(self) -> Iterator[tuple[FederatedData, None]]:
         """Yields the test samples of all clients."""
@@ -128,7 +126,7 @@ class HostFeed:
         if row_bytes:
             cohort = self.cohorts.shape[1] * row_bytes
             self.length = max(1, min(self.length, LENT_BYTES // cohort))
-        parts = [self.block_clients(begin, count) for begin, count in self._plan_blocks(0)]
+        parts = [self.block_clients(begin, count) for begin, count in plan_blocks(self, 0)]
         samples = max(1, TEST_BLOCK_BYTES * len(data.x) // data.x.nbytes)
         row = -(-row_bytes * samples // TEST_BLOCK_BYTES)  # counts as so many samples
         ends = np.cumsum(np.asarray(data.test.size, np.int64) + row)
@@ -150,18 +148,6 @@ class HostFeed:
         }
         # clients whose rows a block has
         self.lent = {"train": max(ids.size for ids in parts), "test": self.most["test"][1]}
-
-    def _plan_blocks(self, done: int) -> Iterator[tuple[int, int]]:
-        """Yields (first round, rounds) of the blocks from round `done` on; they end in
-        the same rounds wherever a run is taken up.
-        """
-        while done < self.rounds:
-            since = done % self.eval_every  # the last evaluation
-            count = min(
-                self.length - since % self.length, self.eval_every - since, self.rounds - done
-            )
-            yield done, count
-            done += count
 
     def block_clients(self, begin: int, count: int) -> np.ndarray:
         """Returns the clients, ascending, of `count` rounds from round `begin` on."""
@@ -209,7 +195,7 @@ class HostFeed:
         def fetch(begin: int, count: int):
             return count, self._fetch(self.block_clients(begin, count), "train")
 
-        yield from prefetch(fetch, self._plan_blocks(done))
+        yield from prefetch(fetch, plan_blocks(self, done))
 
     def test_blocks(self) -> Iterator[tuple[FederatedData, int]]:
         """Yields the test samples of all clients, block by block, each with the number of its
@@ -218,6 +204,17 @@ class HostFeed:
         yield from prefetch(
             lambda ids: (self._fetch(ids, "test"), int(ids[0])), zip(self.tested, strict=True)
         )
+
+
+def plan_blocks(feed: DeviceFeed | HostFeed, done: int) -> Iterator[tuple[int, int]]:
+    """Yields (first round, rounds) of the blocks from round `done` on; they end in the same rounds
+    wherever a run is taken up.
+    """
+    while done < feed.rounds:
+        since = done % feed.eval_every  # the last evaluation
+        count = min(feed.length - since % feed.length, feed.eval_every - since, feed.rounds - done)
+        yield done, count
+        done += count
 
 
 def prefetch(fetch: Callable, plan: Iterable[tuple]) -> Iterator:

@@ -38,6 +38,7 @@ class Table(NamedTuple):
     frame: "pd.DataFrame"
     name: str  # what messages call it
     files: tuple[tuple[str, int], ...] = ()  # of a folder: name and rows of each file, in order
+    decimal: str = "."  # the decimal point of numbers in text
 
     def describe_row(self, row: int) -> str:
         """Returns what a message calls a row, by its place in the frame, from 0 on."""
@@ -96,7 +97,7 @@ def read_table(
         parts = os.path.relpath(file, home).split(os.sep)[:-1]
         above = dict(part.split("=", 1) for part in parts if "=" in part)
         frames.append(frame.assign(**{key: unquote(value) for key, value in above.items()}))
-    return join_files(str(path), files, frames)
+    return join_files(str(path), files, frames)._replace(decimal=decimal)
 
 
 def check_kind(file: str, kind: Kind) -> None:

@@ -136,12 +136,10 @@ def list_wanted(name: str) -> list[str]:
     return [path for paths in list_files(name).values() for path in paths]
 
 
-def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list[Path]:
+def fetch(name: str, offline: bool = False) -> list[Path]:
     """Returns the files of a public data set in the order of the registry, after
-    downloading those that are not here.
-
-    With `offline`, nothing is downloaded and a missing file is an error. `base_url`
-    names another server with the same files.
+    downloading those that are not here. With `offline`, nothing is downloaded and a missing file
+    is an error.
     """
     if name not in list_public():
         raise InputError(
@@ -153,7 +151,7 @@ def fetch(name: str, offline: bool = False, base_url: str | None = None) -> list
         raise missing_data_error(name, *wanted, why=" (offline)")
     for path, parts in list_files(name).items():
         if locate(*parts) is None:
-            _retrieve(path, f"{base_url}/{Path(path).name}" if base_url else REGISTRY[path][1])
+            _retrieve(path)
     return locate(*wanted) or []
 
 
@@ -167,7 +165,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _retrieve(path: str, url: str) -> None:
+def _retrieve(path: str) -> None:
     """Downloads a file of the registry into the cache folder; it appears there only when complete
     and with the right SHA-256, and is unpacked then.
     """
@@ -175,11 +173,11 @@ def _retrieve(path: str, url: str) -> None:
 
     # pooch's progress bar needs tqdm, which is not one of our dependencies
     bar = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-    target = cache_dir() / path
+    target, (digest, url) = cache_dir() / path, REGISTRY[path]
     store = pooch.create(
         target.parent,
         "",
-        registry={target.name: REGISTRY[path][0]},
+        registry={target.name: digest},
         urls={target.name: url},
         retry_if_failed=RETRIES,
     )

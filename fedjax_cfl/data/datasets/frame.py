@@ -44,7 +44,6 @@ class Source(NamedTuple):
     concept: str | None = None
     number_text: bool = False
     num_classes: int | None = None
-    decimal: str = "."
     size: list[int] | None = None
     mode: Mode = "auto"
 
@@ -78,7 +77,13 @@ def make_pool(table: Table, source: Source) -> Pool:
             " 1 use task=multilabel, in Python num_classes=0"
         )
     features = choose_features(table, source)
-    read = [(role, read_role(table, role, name, source)) for role, name in list_roles(source)]
+    readers = {"time": cells.read_times}
+    if source.num_classes == 0:
+        readers["y"] = cells.read_targets
+    read = [
+        (role, readers.get(role, cells.read_names)(table, name))
+        for role, name in list_roles(source)
+    ]
     arrays = dict(read)
     if several:
         arrays["y"] = np.stack([values for role, values in read if role == "y"], axis=1)
@@ -93,21 +98,10 @@ def make_pool(table: Table, source: Source) -> Pool:
     elif kind == "lists":
         arrays["x"] = cells.read_lists(table, features[0])
     else:
-        read = (
-            cells.read_feature(table, name, source.decimal, source.number_text) for name in features
-        )
-        arrays["x"] = np.stack([*read], 1, dtype=float)  # what float32 loses is for `check_pool`
+        columns = [cells.read_feature(table, name, source.number_text) for name in features]
+        arrays["x"] = np.stack(columns, 1, dtype=float)  # what float32 loses is for `check_pool`
     pool = build_pool(path, arrays, source.num_classes)
     return pool if kind in ("images", "lists") else pool._replace(columns=tuple(features))
-
-
-def read_role(table: Table, role: str, name: str, source: Source) -> np.ndarray:
-    """Returns what the column of a role holds [N]."""
-    if role == "time":
-        return cells.read_times(table, name, source.decimal)
-    if role == "y" and source.num_classes == 0:
-        return cells.read_targets(table, name, source.decimal)
-    return cells.read_names(table, name, source.decimal)
 
 
 def _concept_of_clients(path: str, client: np.ndarray, concept: np.ndarray) -> np.ndarray:

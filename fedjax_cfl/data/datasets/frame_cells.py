@@ -63,9 +63,7 @@ def refuse_missing(table: Table, name: str, missing: pd.Series) -> None:
         table.refuse(name, int(missing.to_numpy().argmax()), "has no value", expected)
 
 
-def read_numbers(
-    table: Table, name: str, decimal: str = ".", remedy: str = NO_FEATURE
-) -> np.ndarray:
+def read_numbers(table: Table, name: str, remedy: str = NO_FEATURE) -> np.ndarray:
     """Returns numbers [N]; those in text as float64. The `remedy` is for a cell that is none."""
     column = table.frame[name]
     refuse_missing(table, name, column.isna())
@@ -75,11 +73,11 @@ def read_numbers(
     if pd.api.types.is_numeric_dtype(column.dtype):
         return column.to_numpy(getattr(column.dtype, "numpy_dtype", None))
     words = _strip(column)
-    numbers = _parse(words, decimal)
+    numbers = _parse(words, table.decimal)
     bad = numbers.isna().to_numpy()
     if bad.any():
         refuse_missing(table, name, words.isin(MISSING))
-        row, other = int(bad.argmax()), "," if decimal == "." else "."
+        row, other = int(bad.argmax()), "," if table.decimal == "." else "."
         hint = f"; decimal={other!r} is the other point" if other in words.iloc[row] else ""
         said = f"is {shorten(column.iloc[row])}"
         table.refuse(name, row, said, f"a number: {remedy}{hint}")
@@ -93,11 +91,11 @@ def _parse(words: pd.Series, decimal: str) -> pd.Series:
     return pd.to_numeric(words, errors="coerce")
 
 
-def read_feature(table: Table, name: str, decimal: str, number_text: bool) -> np.ndarray:
+def read_feature(table: Table, name: str, number_text: bool) -> np.ndarray:
     """Returns a column of features [N], of text as numbers in sorted order."""
     if number_text and find_kind(table.frame[name]) == "text":
-        return number_names(table.name, name, read_words(table, name, "."))[1]
-    return read_numbers(table, name, decimal)
+        return number_names(table.name, name, read_words(table, name))[1]
+    return read_numbers(table, name)
 
 
 def read_lists(table: Table, name: str) -> np.ndarray:
@@ -148,11 +146,11 @@ def read_images(table: Table, name: str, size: list[int] | None, mode: Mode) -> 
     return stack_images(table.name, contents(), len(table.frame), size, mode)
 
 
-def read_words(table: Table, name: str, decimal: str) -> np.ndarray:
-    """Returns a column of text or bytes [N]; in numbers with a `decimal` comma it is a point."""
+def read_words(table: Table, name: str) -> np.ndarray:
+    """Returns a column of text or bytes [N]; a decimal comma of numbers is a point."""
     column = table.frame[name]
     refuse_missing(table, name, column.isna() | (_strip(column) == ""))
-    if decimal == ",":
+    if table.decimal == ",":
         column = column.astype(str)
         column = column.mask(
             column.str.fullmatch(r"\s*[-+]?\d+,\d+\s*"), column.str.replace(",", ".")
@@ -160,13 +158,13 @@ def read_words(table: Table, name: str, decimal: str) -> np.ndarray:
     return np.array([value if isinstance(value, bytes) else str(value) for value in column], object)
 
 
-def read_names(table: Table, name: str, decimal: str) -> np.ndarray:
+def read_names(table: Table, name: str) -> np.ndarray:
     """Returns what a column of labels, clients, splits or groups holds [N]: numbers, or text, such
     as True and False, which a CSV cannot tell from text.
     """
     inferred = infer_type(table.frame[name])
     if inferred in ("string", "bytes", "boolean", "empty"):
-        return read_words(table, name, decimal)
+        return read_words(table, name)
     if inferred in NUMBERS:
         return read_numbers(table, name)
     kinds = "numbers and text" if inferred.startswith("mixed") else inferred
@@ -176,20 +174,20 @@ def read_names(table: Table, name: str, decimal: str) -> np.ndarray:
     )
 
 
-def read_targets(table: Table, name: str, decimal: str) -> np.ndarray:
+def read_targets(table: Table, name: str) -> np.ndarray:
     """Returns numbers to regress [N], or lists of labels [N, T]."""
     if find_kind(table.frame[name]) == "lists":
         return read_lists(table, name)
-    return read_numbers(table, name, decimal, "fill it in or leave the row out")
+    return read_numbers(table, name, "fill it in or leave the row out")
 
 
-def read_times(table: Table, name: str, decimal: str) -> np.ndarray:
+def read_times(table: Table, name: str) -> np.ndarray:
     """Returns times [N] as numbers, or dates."""
     column = table.frame[name]
     if infer_type(column) in ("string", "empty"):
         words = _strip(column)
         refuse_missing(table, name, column.isna() | words.isin(MISSING))
-        if (numbers := _parse(words, decimal)).notna().all():
+        if (numbers := _parse(words, table.decimal)).notna().all():
             return numbers.to_numpy()
         zoned = words.str.contains(ZONE)  # of all dates, or of none
         column = pd.to_datetime(words, format="ISO8601", errors="coerce", utc=True)
@@ -199,7 +197,7 @@ def read_times(table: Table, name: str, decimal: str) -> np.ndarray:
             dates = "whole numbers, or dates as 2018-02-28 or 2018-02-28 19:06:18"
             table.refuse(name, row, f"is {shorten(words.iloc[row])}", dates)
     elif find_kind(column) != "dates":
-        return read_numbers(table, name, decimal)
+        return read_numbers(table, name)
     refuse_missing(table, name, column.isna())
     dates = pd.to_datetime(column, utc=True).dt.tz_localize(None)
     return dates.to_numpy("datetime64[us]")

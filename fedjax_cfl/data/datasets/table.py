@@ -189,7 +189,7 @@ def read_new_samples(
     whole = table.frame[read].notna().all(axis=1).to_numpy()
     rows, total = whole.nonzero()[0], len(whole)
     if 0 < rows.size < total:
-        table = tables.Table(table.frame.iloc[rows].reset_index(drop=True), table.name)
+        table = table._replace(frame=table.frame.iloc[rows].reset_index(drop=True), files=())
     return frame.make_pool(table, used), rows, total
 
 
