@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import numpy as np
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.data.transform import TURNS, check_square
@@ -21,19 +20,16 @@ from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, Seed, checked
 
 __all__ = ["exchange_pairs", "permute_labels", "rotate"]
 TEN = 10  # clients are parted by the last digit of their number
-Pairs = TypeAliasType(
-    "Pairs",
-    Annotated[
-        Sequence[Sequence[NaturalInt]],
-        Rule(
-            f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
-            lambda value: (
-                0 < len(value) <= TEN
-                and all(own and len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
-            ),
+Pairs = Annotated[
+    Sequence[Sequence[NaturalInt]],
+    Rule(
+        f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
+        lambda value: (
+            0 < len(value) <= TEN
+            and all(own and len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
         ),
-    ],
-)
+    ),
+]
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 

@@ -96,7 +96,7 @@ def split_train_test(
             for part in held
         ]
     else:
-        parts = [(part[~test[part]], part[test[part]]) for part in held]
+        parts = [[part[test[part] == side] for side in (False, True)] for part in held]
     return join_clients([train for train, _ in parts], [test for _, test in parts])
 
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners, increasing
 from fedjax_cfl.errors import InputError
@@ -22,7 +21,7 @@ LEAST = 1 / MAX_DENOMINATOR
 Share = Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
 Shares = Annotated[Sequence[Share], increasing(f"numbers from {LEAST} to 1")]
 # (sizes [K] of all training samples, and of each release so far) -> of what the next fraction is
-WholeFn = TypeAliasType("WholeFn", Callable[[list[jax.Array]], jax.Array])
+WholeFn = Callable[[list[jax.Array]], jax.Array]
 
 
 class IncrementalMemory(struct.PyTreeNode):

@@ -13,8 +13,6 @@ the share of each client's samples that are for testing; `min_samples` of a clie
 together, are at most N / K.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from fedjax_cfl.data import dealing
@@ -160,10 +158,14 @@ def dirichlet(
     rng = dealing.check_partition(dirichlet, locals())
     _check_least(pool, clients, min_samples)
     samples = [rng.permutation(part) for part in dealing.by_class(pool)]
-    best = 0
+    best, even = 0, len(pool.y) / clients
     for _ in range(MAX_REDRAWS):
-        cuts = _dirichlet_cuts(rng, [len(part) for part in samples], clients, alpha)
-        smallest = np.sum([np.diff(cut) for cut in cuts], axis=0).min()
+        sizes, cuts = np.zeros(clients, int), []  # of each class the K + 1 places where it is cut
+        for part in samples:
+            props = dealing.draw_proportions(rng, clients, alpha, sizes < even)
+            cuts.append(np.concatenate([[0], np.round(np.cumsum(props) * len(part)).astype(int)]))
+            sizes += np.diff(cuts[-1])
+        smallest = sizes.min()
         if smallest >= min_samples:
             pieces = [np.split(part, cut[1:-1]) for part, cut in zip(samples, cuts, strict=True)]
             dealt = [np.concatenate(parts) for parts in zip(*pieces, strict=True)]
@@ -180,18 +182,6 @@ def _check_least(pool: Pool, clients: int, min_samples: int) -> None:
     dealing.check_range("min_samples", min_samples, 0, len(pool.y))
     what = f"{min_samples} samples per client"
     dealing.check_clients(clients, len(pool.y) // max(min_samples, 1), what)
-
-
-def _dirichlet_cuts(
-    rng: np.random.RandomState, counts: Sequence[int], clients: int, alpha: float
-) -> list[np.ndarray]:
-    """Returns for each class the K + 1 places at which its samples are cut."""
-    sizes, cuts = np.zeros(clients, int), []
-    for count in counts:
-        props = dealing.draw_proportions(rng, clients, alpha, sizes < sum(counts) / clients)
-        cuts.append(np.concatenate([[0], np.round(np.cumsum(props) * count).astype(int)]))
-        sizes += np.diff(cuts[-1])
-    return cuts
 
 
 @checked("partition")

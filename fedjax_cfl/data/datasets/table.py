@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import tables
 from fedjax_cfl.data.datasets.download import require
@@ -27,10 +26,8 @@ ELEC2_FEATURES = ["period", "nswprice", "nswdemand", "vicprice", "vicdemand", "t
 Sign = Annotated[
     str, Rule("one character, or tab", lambda value: value == "tab" or len(value) == 1)
 ]
-Name = TypeAliasType(
-    "Name", Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
-)
-Names = TypeAliasType("Names", Name | Annotated[list[Name], Rule("a list of names", bool)])
+Name = Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
+Names = Name | Annotated[list[Name], Rule("a list of names", bool)]
 
 
 @checked("dataset.source")
