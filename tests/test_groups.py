@@ -15,8 +15,7 @@ from fedjax_cfl.data import concept, federate, partition
 from fedjax_cfl.data.datasets import cifar10, digit_sources, download, multi_source_digits
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR
 from fedjax_cfl.data.datasets.readers import read_hdf5
-from fedjax_cfl.data.federated import gather
-from fedjax_cfl.data.transform import turn_images
+from fedjax_cfl.data.federated import gather, turn_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 

@@ -14,7 +14,8 @@ from typing import Annotated
 import numpy as np
 
 from fedjax_cfl.data import dealing
-from fedjax_cfl.data.transform import TURNS, check_square
+from fedjax_cfl.data.concept import check_square
+from fedjax_cfl.data.federated import TURNS
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import (

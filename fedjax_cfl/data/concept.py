@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import jax
 import numpy as np
 
-from fedjax_cfl.data.federated import check_classes
-from fedjax_cfl.data.transform import TURNS, check_square
+from fedjax_cfl.data.federated import TURNS, check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, Seed, checked
@@ -56,6 +56,15 @@ def rotate(
     check_square(x, "concept=rotate")
     concept = draw_concepts(clients, groups, shuffle, seed)
     return turn_quarters(x, concept[owner] * (TURNS // groups)), y, concept
+
+
+def check_square(x: np.ndarray | jax.Array, field: str) -> None:
+    """Raises InputError for samples that cannot be turned by a quarter."""
+    if x.ndim not in (3, 4) or x.shape[1] != x.shape[2]:
+        raise InputError(
+            f"{field}: samples have shape {x.shape[1:]}, expected square images [H, H] or"
+            " [H, H, channels]"
+        )
 
 
 def turn_quarters(x: np.ndarray, quarters: np.ndarray) -> np.ndarray:

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.data.datasets.pool import check_pool, to_float32
-from fedjax_cfl.data.transform import turn_images
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.tasks import kind_of
 from fedjax_cfl.types import (
@@ -25,6 +24,7 @@ from fedjax_cfl.types import (
 )
 from fedjax_cfl.validation import checked
 
+TURNS = 4  # quarters of a whole turn
 LOST = 1e-4  # of a feature's range: what is rounded more is kept exactly
 
 
@@ -194,6 +194,17 @@ def check_turned(holdings: Partition, concept: Callable | None, on_host: bool) -
 def read_labels(pool: Pool, holdings: Partition) -> np.ndarray:
     """Returns the label of each holding [N], as its client sees it."""
     return pool.y[holdings.sample] if holdings.labels is None else holdings.labels
+
+
+def turn_images(x: jax.Array, turns: jax.Array) -> jax.Array:
+    """Turns each of the images [B, H, H, ...] by its number of quarters [B],
+    counter-clockwise.
+    """
+    turned = x
+    for quarter in range(1, TURNS):
+        whole = jnp.rot90(x, quarter, axes=(1, 2))
+        turned = jax.vmap(jnp.where)(turns == quarter, whole, turned)
+    return turned
 
 
 def gather(data: FederatedData, rows: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,9 +11,8 @@ from typing import Annotated, Literal
 import numpy as np
 
 from fedjax_cfl.data import dealing
-from fedjax_cfl.data.concept import ConceptArrays, draw_concepts, turn_quarters
+from fedjax_cfl.data.concept import ConceptArrays, check_square, draw_concepts, turn_quarters
 from fedjax_cfl.data.federated import check_classes
-from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Partition, Pool
 from fedjax_cfl.validation import BelowOne, Count, PositiveInt, Seed, checked, whole

@@ -18,10 +18,6 @@ class Room(NamedTuple):
     client_samples: int  # the most training samples that one client may ever hold
     indexed: bool  # holdings name their rows of x
 
-    def holds(self, other: "Room") -> bool:
-        """Returns whether data of the `other` room can be padded to this one."""
-        return self == merge_rooms([self, other])
-
 
 def measure_room(data: FederatedData) -> Room:
     """Returns the room that data take."""

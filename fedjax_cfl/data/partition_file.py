@@ -34,9 +34,20 @@ def from_file(pool: Pool, *, path: str, seed: Seed = 0, test_fraction: BelowOne 
     rng = check_partition(from_file, locals())
     file = Path(os.path.expanduser(path))
     read = read_arrays if file.suffix.lower() == ".npz" else read_lists
-    sample, owner, test, names = read(file, len(pool.y))
+    samples = len(pool.y)
+    sample, owner, test, names = read(file, samples)
     who = names or range(int(owner.max(initial=-1)) + 1)
-    _check(file, sample, owner, who, len(pool.y))
+    outside = (sample < 0) | (sample >= samples)
+    if outside.any() or not sample.size:
+        found = f"sample {sample[outside][0]}" if outside.any() else "no samples"
+        raise InputError(f"{file}: has {found}, expected numbers from 0 to {samples - 1}")
+    held, count = np.unique(owner * np.int64(samples) + sample, return_counts=True)
+    if (count > 1).any():
+        k, twice = divmod(int(held[count > 1][0]), samples)
+        raise InputError(
+            f"{file}: client {shorten(who[k])} has sample {twice} twice, expected each once, for"
+            " training or for testing"
+        )
     made = split_train_test(group_places(owner, len(who)), rng, test_fraction, test)
     return made._replace(sample=sample[made.sample], client_names=names)
 
@@ -92,17 +103,3 @@ def read_arrays(file: Path, samples: int) -> Held:
     ids, owner = number_clients(str(file), client, len(sample))
     test = read_test_mask(file, arrays["split"], sample) if "split" in arrays else None
     return sample.astype(np.int64), owner, test, tuple(ids.tolist())
-
-
-def _check(file: Path, sample: np.ndarray, owner: np.ndarray, who: Any, samples: int) -> None:
-    outside = (sample < 0) | (sample >= samples)
-    if outside.any() or not sample.size:
-        found = f"sample {sample[outside][0]}" if outside.any() else "no samples"
-        raise InputError(f"{file}: has {found}, expected numbers from 0 to {samples - 1}")
-    held, count = np.unique(owner * np.int64(samples) + sample, return_counts=True)
-    if (count > 1).any():
-        k, twice = divmod(int(held[count > 1][0]), samples)
-        raise InputError(
-            f"{file}: client {shorten(who[k])} has sample {twice} twice, expected each once, for"
-            " training or for testing"
-        )

@@ -19,8 +19,8 @@ from flax import struct
 from jax import lax
 
 from fedjax_cfl.data import traces
+from fedjax_cfl.data.concept import check_square
 from fedjax_cfl.data.drift import Drift, edit_views
-from fedjax_cfl.data.transform import check_square
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
 from fedjax_cfl.validation import Fraction, PositiveFloat, PositiveInt, checked

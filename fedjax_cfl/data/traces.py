@@ -12,8 +12,7 @@ import numpy as np
 from jax import lax
 
 from fedjax_cfl.data.drift import OTHER_DRIFTS
-from fedjax_cfl.data.federated import check_classes
-from fedjax_cfl.data.transform import TURNS
+from fedjax_cfl.data.federated import TURNS, check_classes
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import ClientIndex, FederatedData, Key
 

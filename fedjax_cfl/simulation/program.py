@@ -136,8 +136,8 @@ class Store:
         # with other clients, features or sides nothing is shared
         alike = recipe, *own.sides, data.num_clients, data.x.shape[1:]
         room = self._rooms.setdefault(alike, own)
-        if not room.holds(own):
-            room = self._rooms[alike] = widen_room(merge_rooms([room, own]))
+        if (both := merge_rooms([room, own])) != room:
+            room = self._rooms[alike] = widen_room(both)
         return data if room == own else pad_data(data, room)
 
     def find(self, made_of: Any, fresh: bool) -> Programs | None:

@@ -66,7 +66,12 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
             f" {readers.list_names(names) or 'none'}: rename them, or use numpy.save"
         )
     present = [name for name in ("x", "y", *OPTIONAL) if f"{name}.npy" in names]
-    arrays = {name: _map_array(folder / f"{name}.npy") for name in present}
+    arrays = {}
+    for name in present:
+        path = folder / f"{name}.npy"
+        readers.check_file(path, b"\x93NUMPY")
+        with readers.report_damage(path, f"what numpy.save writes: {readers.PLAIN}"):
+            arrays[name] = np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
     x = arrays["x"]
     if x.dtype not in (np.uint8, np.float32) or not x.dtype.isnative:
         raise InputError(
@@ -149,12 +154,6 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
     )
 
 
-def _map_array(path: Path) -> np.ndarray:
-    readers.check_file(path, b"\x93NUMPY")
-    with readers.report_damage(path, f"what numpy.save writes: {readers.PLAIN}"):
-        return np.lib.format.open_memmap(path, mode="r").view(np.ndarray)
-
-
 def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Pool:
     """Returns the checked pool of a user's arrays, as `npz` describes them; `concept` may be a dict
     of the groups of clients by their names.
@@ -163,8 +162,10 @@ def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Po
     pool = Pool(arrays["x"], y, COUNTED if num_classes is None else num_classes)
     if "split" in arrays:
         pool = pool._replace(test=read_test_mask(path, arrays["split"], y))
-    if (time := arrays.get("time")) is not None:
-        time = count_seconds(path, time) if time.dtype.kind == "M" else time
+    if (time := arrays.get("time")) is not None and time.dtype.kind == "M":
+        refuse_first(np.isnat(time), f"{path}: time", "missing", "a date in each")
+        seconds = time.astype("datetime64[us]").astype(np.int64)
+        time = (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
     pool = pool._replace(time=time, class_names=class_names)
     if "client" in arrays:
         ids, client = number_clients(path, arrays["client"], len(y))
@@ -175,13 +176,6 @@ def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Po
     elif "concept" in arrays:
         raise InputError(f"{path}: concept is there without client, expected both or neither")
     return check_pool(pool, path)
-
-
-def count_seconds(path: str, dates: np.ndarray) -> np.ndarray:
-    """Returns dates [N] of NumPy as whole seconds since the first of them."""
-    refuse_first(np.isnat(dates), f"{path}: time", "missing", "a date in each")
-    seconds = dates.astype("datetime64[us]").astype(np.int64)
-    return (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
 
 
 def _number_groups(path: str, concept: Any, ids: np.ndarray) -> np.ndarray:
