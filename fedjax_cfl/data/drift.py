@@ -108,7 +108,12 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
         shifted = heir != clients
         # the truth about a client's data moves with them
         data = data.replace(concept=data.concept[heir])
-        return exchange_clients(data, jnp.any(shifted), heir), memory, shifted
+
+        def exchange(owner, train, test):
+            new = jnp.where(owner < 0, owner, heir[owner])
+            return new, *(move_client_index(view, owner, heir) for view in (train, test))
+
+        return edit_views(data, jnp.any(shifted), exchange), memory, shifted
 
     return Drift(keep_nothing, apply)
 
@@ -210,16 +215,6 @@ def edit_owners(
         return new, update_client_index(train, new), update_client_index(test, new)
 
     return edit_views(data, moves, rebuild)
-
-
-def exchange_clients(data: FederatedData, moves: jax.Array, heir: jax.Array) -> FederatedData:
-    """Gives all samples of each client k to client heir[k] [K], a permutation, if `moves`."""
-
-    def exchange(owner, train, test):
-        new = jnp.where(owner < 0, owner, heir[owner])
-        return new, *(move_client_index(view, owner, heir) for view in (train, test))
-
-    return edit_views(data, moves, exchange)
 
 
 def edit_views(data: FederatedData, moves: jax.Array, edit: Callable) -> FederatedData:

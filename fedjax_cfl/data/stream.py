@@ -225,11 +225,8 @@ def gradual(
     `alpha` > 0, the larger the more even are label shares; `epsilon`, from 0 to 1, is how much of
     them is new in an interval.
     """
-    never = np.zeros(intervals, bool)
-    redraw = functools.partial(
-        traces.redraw_samples, alpha=alpha, epsilon=epsilon, is_burst=never, fraction=0.0
-    )
-    return stream(redraw, Window(intervals, period, retained, prequential))
+    window = Window(intervals, period, retained, prequential)
+    return _redraw(window, alpha, epsilon, np.zeros(intervals, bool), 0.0)
 
 
 @checked("drift")
@@ -260,10 +257,14 @@ def burst(
             f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
             f" arrive every drift.period={window.period} rounds until round {max(arrival[-1], 0)}"
         )
-    redraw = functools.partial(
-        traces.redraw_samples, alpha=alpha, epsilon=epsilon, is_burst=is_burst, fraction=fraction
-    )
-    return stream(redraw, window)
+    return _redraw(window, alpha, epsilon, is_burst, fraction)
+
+
+def _redraw(window: Window, *settings: Any) -> Drift:
+    def draw_shares(key: Key, clients: int, classes: int) -> jax.Array:
+        return traces.draw_label_shares(key, clients, classes, *settings)
+
+    return stream(functools.partial(traces.redraw_samples, draw_shares=draw_shares), window)
 
 
 @checked("drift")

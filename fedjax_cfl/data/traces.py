@@ -101,10 +101,7 @@ def redraw_samples(
     key: Key,
     data: FederatedData,
     intervals: int,
-    alpha: float,
-    epsilon: float,
-    is_burst: np.ndarray,
-    fraction: float,
+    draw_shares: Callable[[Key, int, int], jax.Array],
 ) -> tuple[FederatedData, jax.Array]:
     """Deals each client's samples to the intervals at random, and replaces each by a random
     one whose label is drawn from the client's label shares of that interval.
@@ -113,14 +110,11 @@ def redraw_samples(
     samples of all clients of the same true group, test samples from their test samples, with
     replacement; so natural owners lose what is their own but the label shares.
 
-    Args: `intervals` is B; `alpha`, `epsilon`, `is_burst` and `fraction` are those of
-    `draw_label_shares`.
+    Args: `intervals` is B; `draw_shares` is `draw_label_shares` with its settings.
     """
     check_classes(data, "drift=stream_gradual or stream_burst", OTHER_DRIFTS)
     keys = [jax.random.fold_in(key, purpose) for purpose in (MIX, LABEL, PICK, PLACE)]
-    shares = draw_label_shares(
-        keys[0], data.num_clients, data.num_classes, alpha, epsilon, is_burst, fraction
-    )
+    shares = draw_shares(keys[0], data.num_clients, data.num_classes)
     interval = jax.random.randint(keys[3], data.owner.shape, 0, intervals)
     source = jnp.arange(len(data.y), dtype=jnp.int32)
     for one, view in ((keys[1], data.train), (keys[2], data.test)):

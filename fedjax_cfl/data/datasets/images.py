@@ -167,21 +167,17 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     paths = require("cifar100", *CIFAR_100)
     x, y, test = join_parts([_records(path, labels=2) for path in paths])
     column, classes = (1, 100) if labels == "fine" else (0, 20)
-    names = _class_names(f"cifar100/cifar-100-binary/{labels}_label_names.txt", classes)
+    names = None
+    if found := locate(f"cifar100/cifar-100-binary/{labels}_label_names.txt"):
+        text = readers.read_unpacked(found[0]).decode("utf-8", "backslashreplace")
+        names = tuple(text.split())
+        if not len(names) == len(set(names)) == classes:
+            raise InputError(
+                f"{found[0]}: holds {len(names)} names, expected {classes} different ones, one a"
+                " line"
+            )
     pool = Pool(x, y[:, column], classes, test=test, class_names=names)
     return check_pool(_center(pool) if centered else pool, "cifar100")
-
-
-def _class_names(relative: str, classes: int) -> tuple[str, ...] | None:
-    paths = locate(relative)
-    if paths is None:
-        return None
-    names = readers.read_unpacked(paths[0]).decode("utf-8", "backslashreplace").split()
-    if len(names) != classes or len(set(names)) != classes:
-        raise InputError(
-            f"{paths[0]}: holds {len(names)} names, expected {classes} different ones, one a line"
-        )
-    return tuple(names)
 
 
 def rotated_mnist(offline: bool = False) -> Pool:
