@@ -132,6 +132,7 @@ def federate_stages(
     held = held._replace(owner=heir[time, held.owner], concept=groups)
 
     def see(x, y, owner, clients, num_classes):
+        assert concept is not None
         x, y, groups = concept(x, y, time * clients + owner, stages * clients, num_classes)
         return x, y, np.reshape(groups, (stages, clients))
 

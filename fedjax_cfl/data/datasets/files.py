@@ -66,7 +66,7 @@ def npy(path: str | Path, num_classes: NaturalInt | None = None) -> Pool:
             f" {readers.list_names(names) or 'none'}: rename them, or use numpy.save"
         )
     present = [name for name in ("x", "y", *OPTIONAL) if f"{name}.npy" in names]
-    arrays = {}
+    arrays: dict[str, np.ndarray] = {}
     for name in present:
         path = folder / f"{name}.npy"
         readers.check_file(path, b"\x93NUMPY")

@@ -154,7 +154,7 @@ def elec2(clients: PositiveInt = 48) -> Pool:
     InputError if it is missing or bad, or has fewer half-hours than clients.
     """
     (path,) = require("elec2", ELEC2)
-    pool = csv(path, y="class", x=ELEC2_FEATURES, num_classes=2)
+    pool = csv(path, y="class", x=[*ELEC2_FEATURES], num_classes=2)
     number = np.arange(len(pool.y))
     if clients > len(number):
         raise InputError(
