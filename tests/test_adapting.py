@@ -3,6 +3,7 @@ slow twins in NumPy, who is tested on what, and that nothing is kept or sent for
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import (
@@ -153,7 +154,8 @@ def test_fine_tuning_tests_models_that_were_trained_on(toy, linear, local, steps
             own = trained(own, toy, batches[:steps], local.lr)
         close([found], [own])
     mesh, predict = cfl.make_mesh(1), jax.jit(linear.predict)
-    row, table = at_once(evaluate_all, algorithm, linear, mesh, states[-1], toy, True)
+    last = jax.tree.map(jnp.asarray, states[-1])
+    row, table = at_once(evaluate_all, algorithm, linear, mesh, last, toy, True)
     assert row["groups"] == len(set(place[place >= 0].tolist()))  # those of the method
     x, y = np.asarray(toy.x), np.asarray(toy.y)
     for client in np.flatnonzero((place >= 0) & (np.asarray(toy.test.size) > 0)).tolist():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import nightly
+from conftest import at_once, nightly
 
 import fedjax_cfl as cfl
 from fedjax_cfl.client import dual_sgd
@@ -47,11 +47,14 @@ def trained(task, noise, way, objective=None, width=1, epochs=5, lr=0.1, **optio
         execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=way),
     )
     solve = over_clients(sgd(task, local, objective), local.execution)
-    models = jax.vmap(task.init)(jax.random.split(KEY, 2))
-    clients = jnp.arange(len(SIZES))
-    work = full_work(clients % 2)._replace(step_fraction=jnp.where(clients == 3, 0.4, 1.0))
-    cohort = Cohort(ids=clients, rank=clients)
-    return jax.jit(lambda: solve(cohort, noise, (KEY, models), work))()
+
+    def play():
+        models = jax.vmap(task.init)(jax.random.split(KEY, 2))
+        clients = jnp.arange(len(SIZES))
+        work = full_work(clients % 2)._replace(step_fraction=jnp.where(clients == 3, 0.4, 1.0))
+        return solve(Cohort(ids=clients, rank=clients), noise, (KEY, models), work)
+
+    return jax.device_get(at_once(play))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_equals_training_the_kernel(noise, hidden, l2, mu):
     task = cfl.as_task(cfl.models.MLP(4, hidden=hidden), (6, 5), 4, l2=l2)
     objective = proximal(mu, erm(task)) if mu else None
     direct, other = (trained(task, noise, way, objective) for way in ("direct", "dual"))
-    moved = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(direct.delta))
+    moved = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(direct.delta))
     assert moved > 0.05
     chex.assert_trees_all_close(other, direct, **CLOSE)
 

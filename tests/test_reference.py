@@ -80,15 +80,19 @@ def gradient(model, x, y):
 
 def samples(data, client):
     """Returns the numbers of a client's training samples."""
-    return np.asarray(data.train.order)[int(data.train.start[client]) :][
-        : int(data.train.size[client])
-    ]
+    order, start, size = map(np.asarray, (data.train.order, data.train.start, data.train.size))
+    return order[start[client] :][: size[client]]
+
+
+@jax.jit
+def draw_words(key, client):
+    return jax.random.bits(jax.random.fold_in(key, client), (2,))
 
 
 def passes(key, data, client, count):
     """Returns `count` reshuffled passes over a client's samples."""
     held = samples(data, client)
-    words = jax.random.bits(jax.random.fold_in(key, client), (2,))
+    words = draw_words(key, client)
     return [held[shuffled(words, len(held), number)] for number in range(count)]
 
 
@@ -175,11 +179,13 @@ def played(algorithm, data):
 
 
 def play(algorithm, data, rounds=ROUNDS):
-    """Returns the states before the first and after every round of a run."""
+    """Returns the states before the first and after every round of a run, as arrays of NumPy: what
+    a twin does with them is not compiled.
+    """
     one_round, states = jax.jit(algorithm.round), [jax.jit(algorithm.init)(KEY, data)]
     for _ in range(rounds):
         states.append(one_round(KEY, states[-1], data)[0])
-    return states
+    return jax.device_get(states)
 
 
 def assert_models_close(found, expected):
