@@ -13,19 +13,42 @@ from fedjax_cfl.cli.outputs import ForgivingOutput
 
 SMALL = (
     "dataset.clients=8 clients_per_round=3 rounds=1 local.epochs=1 algorithm=fedavg model=mclr"
-    " devices=1"
+    " devices=1 curves=false"
 )
 RUN_FILES = {"metrics.jsonl", "summary.json", "clients.parquet"}
 
 
-def shell(line: str, folder, status: int = 0) -> str:
+def shell(line: str, folder, status: int = 0, program: str = "-m fedjax_cfl") -> str:
     """Runs a line of bash in which `fedjax-cfl` is the command; returns its stderr."""
-    command = f'set -o pipefail; fedjax-cfl() {{ {sys.executable} -m fedjax_cfl "$@"; }}; {line}'
+    command = f'set -o pipefail; fedjax-cfl() {{ {sys.executable} {program} "$@"; }}; {line}'
     done = subprocess.run(["bash", "-c", command], cwd=folder, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
     assert "Error" not in done.stderr + done.stdout, "nor an exception that Python ignored"
     return done.stderr
+
+
+TRAPS = ("hydra_plugins/trap.py", "pandas.py", "libtpu.py", "jax_plugins/trap/__init__.py")
+FULL = ">/dev/full"
+
+
+def set_traps(folder):
+    """Writes a script, as pip installs it, and what must not run; returns the script."""
+    for trap in TRAPS:
+        (folder / trap).parent.mkdir(parents=True, exist_ok=True)
+        (folder / trap).write_text("open('sprung', 'w')")
+    (folder / "bin").mkdir()
+    script = folder / "bin" / "fedjax-cfl"
+    script.write_text("import sys\nfrom fedjax_cfl.cli.main import main\nsys.exit(main())")
+    return script
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    """A folder of traps in which a script has run, and what it said of its full stdout."""
+    folder = tmp_path_factory.mktemp("trapped")
+    line = f"fedjax-cfl {SMALL} run_dir=run {FULL}"
+    return folder, shell(line, folder, 1, str(set_traps(folder)))
 
 
 @pytest.mark.parametrize("flag", ["--help", "--version", "--info=config", "--shell-completion"])
@@ -95,17 +118,16 @@ def test_bad_input_with_a_closed_stderr(tmp_path):
     [
         nightly("| true", 0, ""),
         nightly(">&-", 0, ""),
-        (
-            ">/dev/full",
-            1,
-            "fedjax-cfl: stdout: No space left on device; not all could be printed\n",
-        ),
+        (FULL, 1, "fedjax-cfl: stdout: No space left on device; not all could be printed\n"),
     ],
 )
-def test_a_run_whose_output_is_lost_writes_its_files(sink, status, said, tmp_path):
+def test_a_run_whose_output_is_lost_writes_its_files(sink, status, said, trapped, tmp_path):
     """A run's results are its files; what cannot be printed is blamed on stdout."""
-    assert shell(f"fedjax-cfl {SMALL} run_dir=run {sink}", tmp_path, status) == said
-    assert {path.name for path in (tmp_path / "run").iterdir()} >= RUN_FILES
+    folder, error = trapped
+    if sink != FULL:
+        folder, error = tmp_path, shell(f"fedjax-cfl {SMALL} run_dir=run {sink}", tmp_path, status)
+    assert error == said
+    assert {path.name for path in (folder / "run").iterdir()} >= RUN_FILES
 
 
 @pytest.mark.parametrize("grid", ["", nightly(" seeds=2")])
@@ -170,28 +192,18 @@ def test_a_pickle_is_not_rerun(fedjax_cfl):
         assert status == 2 and "a pickle can run any code" in error
 
 
-TRAPS = ("hydra_plugins/trap.py", "pandas.py", "libtpu.py", "jax_plugins/trap/__init__.py")
+def test_nothing_in_the_current_folder_runs_unasked(trapped):
+    folder, _ = trapped
+    assert (folder / "run").exists() and not (folder / "sprung").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    "way, line",
-    [
-        nightly("script", "--info=plugins"),
-        nightly("script", "doctor"),
-        ("script", SMALL),
-        nightly("module", SMALL),
-    ],
+    "way, line", [("script", "--info=plugins"), ("script", "doctor"), ("module", SMALL)]
 )
-def test_nothing_in_the_current_folder_runs_unasked(way, line, tmp_path):
-    for trap in TRAPS:
-        (tmp_path / trap).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / trap).write_text("open('sprung', 'w')")
-    command = [sys.executable, "-m", "fedjax_cfl"]
-    if way == "script":  # as pip installs it
-        (tmp_path / "bin").mkdir()
-        script = tmp_path / "bin" / "fedjax-cfl"
-        script.write_text("import sys\nfrom fedjax_cfl.cli.main import main\nsys.exit(main())")
-        command = [sys.executable, str(script)]
+def test_nothing_there_runs_by_other_ways(way, line, tmp_path):
+    script = set_traps(tmp_path)
+    command = [sys.executable, *(["-m", "fedjax_cfl"] if way == "module" else [str(script)])]
     subprocess.run([*command, *line.split()], cwd=tmp_path, capture_output=True, check=False)
     assert not (tmp_path / "sprung").exists()
 
