@@ -107,7 +107,7 @@ def test_a_short_run_says_why_it_has_no_accuracy(fedjax_cfl):
 def test_a_sweep_and_its_comparison(fedjax_cfl, tmp_path):
     status, out, error = fedjax_cfl(
         "algorithm=fedavg seed=0,1 dataset.clients=8 clients_per_round=3 rounds=1 model=mclr"
-        " devices=1 run_dir=sweep -m"
+        " partition=iid local.epochs=1 devices=1 run_dir=sweep -m"
     )
     assert status == 0 and error == ""
     assert out.splitlines()[-1].startswith("wrote compare.csv, compare.md, ")
@@ -148,8 +148,8 @@ def test_a_sweep_goes_on_with_its_first_unfinished_run(fedjax_cfl, tmp_path):
 
 def test_a_finished_grid_is_passed_over_by_its_own_command_alone(fedjax_cfl, tmp_path):
     line = (
-        "-m algorithm=fedavg,qfedavg vectorize=[seed] seed=0,1 dataset.clients=8 rounds=1"
-        " clients_per_round=3 local.epochs=1 model=mclr devices=1 run_dir=sweep"
+        "-m checkpoint.keep=2,3 algorithm=fedavg vectorize=[seed] seed=0,1 dataset.clients=8"
+        " clients_per_round=3 rounds=1 local.epochs=1 model=mclr devices=1 run_dir=sweep"
     )
     assert fedjax_cfl(line)[0] == 0
     status, out, error = fedjax_cfl(line)

@@ -100,7 +100,7 @@ def numbers_of(dtype):
     return st.integers(int(info.min), int(info.max))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(frame=frames())
 def test_files_of_all_kinds_are_the_pool_of_the_frame(frame, tmp_path_factory):
     parts = dict(y="y", client="client", time="when", num_classes=len(frame) + 20)

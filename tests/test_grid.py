@@ -10,7 +10,10 @@ import pytest
 from conftest import call, last_arrays, lasting_rows, nightly
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli.conf import open_hydra
+from fedjax_cfl.cli.names import read_line
 from fedjax_cfl.cli.settings import grid_axes
+from fedjax_cfl.cli.sweep import find_obstacle
 from fedjax_cfl.runs.checkpoint import list_steps
 from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.simulation.vectorize import NotMapped, stack_data
@@ -255,31 +258,42 @@ def decomposes(task, local, system, *, m=2, mu: Fraction | jax.Array = 0.1):
 OWN = "algorithm=fedavg vectorize=[algorithm.mu] algorithm.mu=0.01,0.9 algorithm._target_=own_grid."
 
 
-LOOPED = {
+OBSTACLES = {
     "algorithm=fedavg vectorize=[local.epochs] local.epochs=1,2": "they differ in local.epochs",
     "algorithm=fedavg vectorize=[seed] seed=0,1 resident=host": "resident=host keeps their",
     "algorithm=fedavg vectorize=[seed] seed=0,1 evaluate.validation=0.2 evaluate.patience=2": (
         "each ends by a patience"
     ),
+}
+LOOPED = OBSTACLES | {
     "algorithm=fedavg personal=fedala vectorize=[personal.share] personal.share=0.5,1": (
         "Python code asks for the number of a setting"
     ),
     OWN + "closes": "a function of one client closes over a setting",
     OWN + "decomposes": "eigh of a batch of matrices can hang on several CPU devices",
 }
-BY_DAY = ("they differ in local.epochs", LOOPED[OWN + "decomposes"])
+
+
+@pytest.mark.parametrize(("line", "why"), OBSTACLES.items())
+def test_settings_that_keep_runs_from_being_one_program(line, why):
+    with open_hydra():
+        (config,) = read_line(line.split(), False, ()).configs
+    assert find_obstacle(config, grid_axes(config)).startswith(why)
 
 
 @pytest.mark.parametrize(
     ("line", "why"),
-    [(line, why) if why in BY_DAY else nightly(line, why) for line, why in LOOPED.items()],
+    [
+        (line, why) if line == f"{OWN}decomposes" else nightly(line, why)
+        for line, why in LOOPED.items()
+    ],
 )
 def test_what_cannot_be_one_program_is_run_one_after_another(
     line, why, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "own_grid.py").write_text(OWN_METHODS)
     monkeypatch.syspath_prepend(tmp_path)
-    line = f"{SMALL} rounds=2 {line}"
+    line = f"{SMALL} rounds=2 eval_auxiliary=false {line}"
     assert call(monkeypatch, f"{line} run_dir={tmp_path / 'grid'}") == 0
     assert f"vectorize: the runs follow one another: {why}" in capsys.readouterr().out
     texts = [text for text in shlex.split(line) if not text.startswith("vectorize")]

@@ -393,6 +393,7 @@ def test_a_run_is_shown_in_one_line_and_in_a_small_table(finished, ifca, linear,
 
 
 @pytest.mark.usefixtures("undrawn")
+@pytest.mark.usefixtures("undrawn")
 def test_seeds_in_a_directory_are_one_line_of_a_table(linear, local, toy, own_file, tmp_path):
     both = cfl.chain(cfl.algorithms.fedavg(), cfl.personal.fine_tune(epochs=1))
     given = {"rounds": 1, "run_dir": tmp_path / "runs", "mesh": cfl.make_mesh(1), "verbose": False}

@@ -30,19 +30,19 @@ def test_counts_what_a_run_holds(fesem, mlp, toy, local):
     assert found["work"] > 4 * parameters * 4  # at least what the cohort uploads
 
 
-def test_refuses_before_the_first_round(fesem, mlp, toy, local, monkeypatch):
-    monkeypatch.setattr(memory, "available_bytes", lambda mesh: 20_000)
-    begun = []
+def test_refuses_before_the_first_round(linear, toy, local, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda mesh: 2_000)
+    fedavg, begun = cfl.algorithms.fedavg(linear, local, cfl.select.uniform(4)), []
 
     class Begin(cfl.Callback):
         def on_start(self, run, take):
             begun.append(run)
 
     with pytest.raises(
-        InputError, match=r"^memory: each device needs .* and has 20\.00 kB; use "
+        InputError, match=r"^memory: each device needs .* and has 2\.00 kB; use "
     ) as error:
         mesh = local.execution.mesh
-        cfl.run(fesem, mlp, toy, jax.random.key(0), rounds=1, mesh=mesh, callbacks=[Begin()])
+        cfl.run(fedavg, linear, toy, jax.random.key(0), rounds=1, mesh=mesh, callbacks=[Begin()])
     assert not begun and "\n" not in str(error.value)
 
 

@@ -150,7 +150,7 @@ def test_a_run_far_from_0_predicts_as_it_was_tested(fedjax_cfl):
     np.savez("same.npz", x=np.round(pool.x[:, :1]).astype(np.int64), **given)
     np.savez("one.npz", x=np.round(pool.x[:, :1]).astype(np.int64))
     line = "dataset=npz algorithm=fedavg rounds=3 local.lr=0.5 clients_per_round=9 curves=false"
-    line += " dataset.standardize=pool"
+    line += " dataset.standardize=pool model=mclr eval_auxiliary=false"
     assert fedjax_cfl(f"{line} dataset.source.path=far.npz run_dir=far")[0] == 0
     assert fedjax_cfl(f"{line} dataset.source.path=same.npz run_dir=same")[0] == 0
     for name in ("far", "same"):

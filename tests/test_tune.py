@@ -249,6 +249,7 @@ def test_a_second_call_goes_on(tmp_path, fedjax_cfl):
 
 def test_a_run_that_fails_is_said_without_a_traceback(tmp_path, fedjax_cfl):
     command = f"tune --out {tmp_path}/t --trial-seeds 1000 --seeds 0 algorithm=fedavg rounds=2"
+    command += " model=mclr local.epochs=1 dataset.clients=8 clients_per_round=3"
     status, _, error = fedjax_cfl(f"{command} local.lr=0.1 faults.nan=1 faults.nonfinite=raise")
     first, second = error.splitlines()
     assert status == 1 and first.startswith("fedjax-cfl: round 1: client ")
