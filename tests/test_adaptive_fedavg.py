@@ -56,7 +56,7 @@ def twin(models, lr, beta=0.5):
 def test_rounds_are_those_of_fedavg_with_the_twin_s_step_sizes(toy, linear, local):
     """A round without an answer, the third one, changes nothing."""
     algorithm = adaptive_fedavg(linear, local, COHORT)
-    one_round, state = jax.jit(algorithm.round), jax.jit(algorithm.init)(KEY, toy)
+    step_once, state = jax.jit(algorithm.round), jax.device_get(jax.jit(algorithm.init)(KEY, toy))
     empty = toy.replace(train=toy.train.replace(size=jnp.zeros_like(toy.train.size)))
     models, step, sent = [], local.lr, 0
     for number in range(6):
@@ -68,10 +68,10 @@ def test_rounds_are_those_of_fedavg_with_the_twin_s_step_sizes(toy, linear, loca
             sizes.append(int(toy.train.size[client]))
         want = mean(solutions, sizes)
         if number == 2:
-            idle = one_round(KEY, state, empty)[0]
+            idle = step_once(KEY, state, empty)[0]
             np.testing.assert_array_equal(idle.memory.scale, state.memory.scale)
             assert int(idle.memory.updates) == 2
-        state = one_round(KEY, state, toy)[0]
+        state = jax.device_get(step_once(KEY, state, toy)[0])
         found = models_of(state.groups)[0].flat()
         np.testing.assert_allclose(found, want.flat(), rtol=1e-4, atol=1e-5)
         models.append(matrix(state.groups)[0])

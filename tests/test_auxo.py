@@ -123,7 +123,7 @@ def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
     np.testing.assert_array_equal(after.rows["scores"].count[:, 0], 4 * (prefer == 0))
     np.testing.assert_array_equal(after.rows["scores"].count[:, 1], 4 * (prefer == 1))
     np.testing.assert_array_equal(after.rows["scores"].side[:, 1, 0], (1 + (prefer == 1)) / 2)
-    full = auxo.cut_groups(after.replace(active=jnp.ones(3, bool)), jnp.arange(3) == 0)
+    full = at_once(auxo.cut_groups, after.replace(active=jnp.ones(3, bool)), jnp.arange(3) == 0)
     np.testing.assert_array_equal(full.rows["scores"].group, after.rows["scores"].group)
 
 
@@ -161,7 +161,7 @@ def test_clients_stay_where_nothing_could_be_cut(toy, linear, local):
         assignment=jnp.zeros(14, jnp.int32),
     ).put_rows({"scores": scores})
     join = auxo.split_and_join(auxo.split_at([5]), 0.0)
-    after, _ = join(Round(jax.random.key(0), full, toy))
+    after, _ = at_once(join, Round(jax.random.key(0), full, toy))
     assert np.flatnonzero(after.assignment).tolist() == [3]
 
 

@@ -2,12 +2,22 @@
 statistics are averaged with the model, and are no part of a direction.
 """
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import CLASSES, FEATURES, SIZES, matrix, nightly, one_line, with_execution
+from conftest import (
+    CLASSES,
+    FEATURES,
+    SIZES,
+    at_once,
+    matrix,
+    nightly,
+    one_line,
+    with_execution,
+)
 from test_fedbn import train
 from test_layers import close, normal
 from test_reference import batches_of, passes
@@ -315,12 +325,16 @@ def test_normalisations_take_samples_of_any_rank(shape):
     """As an image of as many pixels would be; padding is not there."""
     x, owner = normal(*shape), np.array([0, 0, 0, 0, 0, -1, -1])
     image = x.reshape(7, 1, -1, 6)
+    given = (x, owner), (image, owner), (x[:5], owner[:5])
     for layer in (BatchNorm(), BatchStatNorm(), GroupNorm()):
-        start = layer.init(KEY, image)
-        assert jax.tree.map(jnp.shape, layer.init(KEY, x)) == jax.tree.map(jnp.shape, start)
-        found, kept = layer.apply(start, x, owner, mutable="batch_stats")
-        expected, same = layer.apply(start, image, owner, mutable="batch_stats")
-        alone, own = layer.apply(start, x[:5], owner[:5], mutable="batch_stats")
+        shapes = (jax.eval_shape(layer.init, KEY, each) for each in (x, image))
+        chex.assert_trees_all_equal_shapes(*shapes)
+
+        def answer(layer=layer):
+            start = layer.init(KEY, image)
+            return [layer.apply(start, *each, mutable="batch_stats") for each in given]
+
+        (found, kept), (expected, same), (alone, own) = at_once(answer)
         close(found, expected.reshape(shape))
         close((found[:5], kept), (alone, own))
         close(kept, same)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import nightly, one_line, spent
+from conftest import at_once, nightly, one_line, spent
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 from test_reductions import KEY, play
@@ -155,7 +155,7 @@ def test_a_first_vector_counts_whole_in_whichever_round():
     rows = {"vectors": jnp.ones((4, 2, 3)), "known": jnp.zeros((4, 2), bool).at[3, 0].set(True)}
     cohort = SimpleNamespace(ids=ids, take=lambda leaf: leaf[ids])
     now = SimpleNamespace(round=2, rows=rows)
-    found = accumulate(plan, now, cohort, jnp.full((2, 3), 5.0), jnp.array([True, True]))
+    found = at_once(accumulate, plan, now, cohort, jnp.full((2, 3), 5.0), jnp.array([True, True]))
     assert found["vectors"][:, 0, 0].tolist() == [1, 5, 1, 3]
     assert (found["vectors"][:, 1] == 1).all() and found["known"][:, 0].tolist() == [0, 1, 0, 1]
 
@@ -180,12 +180,11 @@ def test_directions_count_by_what_lies_in_them_and_only_known_clients_do():
     """
     points = np.array([[10, 0.1], [10, -0.1], [5, 0.1], [5, -0.1]] + [[0, 0]] * 6)
     known, old = np.arange(10) < 4, jnp.array([1, 1, 0, 0, 1, 1, 1, 1, 1, 1])
-    found = np.asarray(find_groups(KEY, jnp.asarray(points @ points.T), known, old, 2, 10))
-    assert found[:4].tolist() == [1, 1, 0, 0]
+    find = jax.jit(lambda gram: find_groups(KEY, gram, known, old, 2, 10))
+    assert find(points @ points.T)[:4].tolist() == [1, 1, 0, 0]
     # what all share is long, and is no more than what it is beside what parts them
     points = np.array([[11.5, 2], [8.5, 2], [11.5, -2], [8.5, -2]] + [[0, 0]] * 6)
-    found = np.asarray(find_groups(KEY, jnp.asarray(points @ points.T), known, old, 2, 10))
-    assert found[:4].tolist() == [1, 1, 0, 0]
+    assert find(points @ points.T)[:4].tolist() == [1, 1, 0, 0]
 
 
 @pytest.fixture(scope="module")

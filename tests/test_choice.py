@@ -22,7 +22,7 @@ from fedjax_cfl.runs.results import read_metrics, summarize_rows
 
 CLIENTS, SAMPLES, FEATURES = 6, 240, 4
 LINE = "dataset=npz dataset.source.path={}.npz model=mclr algorithm=ifca algorithm.m=2 local.lr=0.3"
-LINE += " clients_per_round=3 discard=none evaluate.validation=0.3 run_dir={} "
+LINE += " clients_per_round=3 discard=none eval_auxiliary=false evaluate.validation=0.3 run_dir={} "
 CHOOSE = "evaluate.choose=best_validation evaluate.patience=3 rounds={}"
 
 
@@ -68,8 +68,10 @@ def test_validation_samples_are_nobodys_training_and_no_test():
     )
     data = cfl.federate(pool, both)
 
+    take = jax.jit(lambda data, order: gather(data, order)[0])
+
     def held(data, view):
-        x = np.asarray(gather(data, view.order)[0])
+        x, view = np.asarray(take(data, view.order)), jax.device_get(view)
         return [x[b : b + s] for b, s in zip(view.start.tolist(), view.size.tolist(), strict=True)]
 
     for k in range(len(SIZES)):

@@ -26,9 +26,8 @@ NUMBERS = np.arange(0, N, 2)  # a view of every second sample
 
 def held(view, k):
     """Returns the samples of one client."""
-    return np.asarray(view.order)[
-        int(view.start[k]) : int(view.start[k]) + int(view.size[k])
-    ].tolist()
+    order, start, size = map(np.asarray, (view.order, view.start, view.size))
+    return order[start[k] :][: size[k]].tolist()
 
 
 def toy(owner, test, clients=None):
@@ -56,12 +55,11 @@ def test_reown_equals_brute_force(owners):
     for owner in owners:
         new = jnp.array(owner, jnp.int32)
         view = REOWN(view, new)
+        counts = COUNTS(view, new, labels, C).tolist()
         for k in range(K):
             mine = [i for i in NUMBERS if owner[i] == k]
             assert held(view, k) == mine
-            assert COUNTS(view, new, labels, C)[k].tolist() == [
-                sum(i % C == c for i in mine) for c in range(C)
-            ]
+            assert counts[k] == [sum(i % C == c for i in mine) for c in range(C)]
         assert sorted(view.order.tolist()) == NUMBERS.tolist()
         assert {a.dtype for a in jax.tree.leaves(view)} == {jnp.dtype(jnp.int32)}
     # the way there does not matter: a resumed run rebuilds the same view
@@ -71,8 +69,13 @@ def test_reown_equals_brute_force(owners):
     )
 
 
+def list_rows(count):
+    """Returns (owner, is it for tests) of `count` samples."""
+    return st.lists(st.tuples(st.integers(0, K - 1), st.booleans()), min_size=count, max_size=count)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(rows=st.lists(st.tuples(st.integers(0, K - 1), st.booleans()), min_size=1, max_size=N))
+@given(rows=st.sampled_from([1, 2, 5, N]).flatmap(list_rows))  # a program for each length
 def test_federate_equals_brute_force(rows):
     owner, test = zip(*rows, strict=True)
     if all(test):

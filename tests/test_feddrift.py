@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, nightly, spent
+from conftest import at_once, build, nightly, spent
 from test_assign import met
 
 from fedjax_cfl import algorithms
@@ -97,12 +97,12 @@ def test_merging_equals_its_twin(seed):
 
 def test_a_model_whose_loss_is_not_finite_is_not_merged():
     """On others' samples, or everywhere; a client without samples has no say."""
-    group, weight, settled = jnp.array([0, 1, 1]), jnp.array([5.0, 5.0, 0.0]), jnp.ones(2, bool)
-    merge = feddrift.merge_models(0.5)
-    sound = jnp.array([[0.1, 0.2], [0.2, 0.1], [jnp.inf, jnp.inf]])
+    group, weight, settled = np.array([0, 1, 1]), np.float32([5, 5, 0]), np.ones(2, bool)
+    merge = jax.jit(feddrift.merge_models(0.5))
+    sound = np.float32([[0.1, 0.2], [0.2, 0.1], [np.inf, np.inf]])
     assert merge(sound, group, weight, settled)[0].tolist() == [0, 0]
-    for bad in ([[0.1, jnp.inf], [0.2, 0.1]], [[0.1, jnp.inf], [0.2, jnp.inf]]):
-        loss = jnp.array([*bad, [jnp.inf, jnp.inf]])
+    for bad in ([[0.1, np.inf], [0.2, 0.1]], [[0.1, np.inf], [0.2, np.inf]]):
+        loss = np.float32([*bad, [np.inf, np.inf]])
         assert merge(loss, group, weight, settled)[0].tolist() == [0, 1]
 
 
@@ -118,9 +118,8 @@ def test_a_change_of_data_by_hand():
     active, rows = [True, True, True, False], {"losses": losses}
     state = met(models, [1, 0, 2, 0], active, changes, rows)
     data = SimpleNamespace(train=SimpleNamespace(size=jnp.full(4, 3)), num_clients=4)
-    after, report = feddrift.change_models(
-        lambda data, groups: loss, 0.5, feddrift.open_each, None, state, data
-    )
+    given = 0.5, feddrift.open_each, None, state, data
+    after, report = at_once(feddrift.change_models, lambda data, groups: loss, *given)
     assert after.assignment.tolist() == [1, 0, 0, 3] and report.migrated == 2
     np.testing.assert_array_equal(after.groups["w"][:, 0], [1, 2, 3, 1])
     assert after.rows["losses"].trains_alone.tolist() == [False, False, False, True]

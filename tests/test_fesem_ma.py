@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import build, ledger, matrix, nightly, spent
+from conftest import at_once, build, ledger, matrix, nightly, spent
 from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from test_fesem import planted, play, twin
@@ -176,9 +176,9 @@ def test_a_client_that_renames_its_units_does_not_matter():
         visit = match_to_center(lambda *given: constant(upload), layers)
         return run_one(visit(0, None, (KEY, groups), SimpleNamespace(group=1)))
 
-    plain, renamed = (
-        jax.jit(update)(model) for model in (trained, permute_hidden_units(layers, trained, orders))
-    )
+    other = at_once(permute_hidden_units, layers, trained, orders)
+    step = jax.jit(update)
+    plain, renamed = step(trained), step(other)
     chex.assert_trees_all_equal(plain, jax.tree.map(jnp.subtract, trained, params))
     chex.assert_trees_all_close(renamed, plain, atol=1e-6)
 
@@ -253,14 +253,14 @@ def test_class_means_by_hand():
     )
     cohort, gid = Cohort(jnp.array([1, 4]), jnp.arange(2)), jnp.array([0, 0])
     r = Round(None, state, None, cohort, full_work(gid), upload)
-    step, mass = class_weighted_mean("head")(r)
+    step, mass = at_once(class_weighted_mean("head"), r)
     found = (state.groups["head"]["kernel"] + step["head"]["kernel"])[:, 0]
     np.testing.assert_allclose(
         found[0], [(1 + 3 * 14) / 4, (2 * 14 + 2 * 3) / 4, (1 + 14 + 3) / 3], rtol=1e-6
     )
     np.testing.assert_allclose(found[1], [5, 5, 5], rtol=1e-6)
-    np.testing.assert_allclose(mass, stored_mean(r)[1])
-    step, mass = mean_over_cohort(class_weighted_mean("head"))(r)
+    np.testing.assert_allclose(mass, at_once(stored_mean, r)[1])
+    step, mass = at_once(mean_over_cohort(class_weighted_mean("head")), r)
     np.testing.assert_allclose(
         (state.groups["head"]["kernel"] + step["head"]["kernel"])[0, 0], [14, 14, 14], rtol=1e-6
     )

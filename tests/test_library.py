@@ -45,17 +45,18 @@ def fingerprint(rows) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, ifca, linear, toy):
-    """(run in a directory, the directory, what is in memory), four rounds each."""
+    """(run in a directory, the directory), four rounds."""
     folder = tmp_path_factory.mktemp("library") / "runs" / "0"
     names = {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}
     mesh = cfl.make_mesh(1)
     run = cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=mesh, run_dir=folder, settings=names)
-    return run, folder, cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=mesh)
+    return run, folder
 
 
 @pytest.mark.nightly
-def test_a_directory_changes_no_number(finished):
-    run, folder, memory = finished
+def test_a_directory_changes_no_number(finished, ifca, linear, toy):
+    run, folder = finished
+    memory = cfl.run(ifca, linear, toy, KEY, rounds=4, mesh=cfl.make_mesh(1))
     assert fingerprint(run.rows) == fingerprint(results.to_plain(memory.rows))
     names = {path.name for path in folder.iterdir()}
     wanted = {"metrics.jsonl", "summary.json", "clients.parquet", "assignments.parquet"}
@@ -73,7 +74,7 @@ def test_a_directory_changes_no_number(finished):
 @pytest.mark.nightly
 def test_a_row_has_the_accuracy_of_each_true_group(finished, toy):
     """Of all test samples of its clients, whatever group they are in; by hand from the clients."""
-    run, _, _ = finished
+    run, _ = finished
     right = np.nan_to_num(run.table["accuracy"] * run.table["test_samples"])
     for row in run.rows:
         assert len(row["concept_accuracy"]) == 2
@@ -98,7 +99,7 @@ def glossary(part: str) -> set[str]:
 
 def test_the_glossary_is_complete(finished):
     """And has nothing that is no more."""
-    run, _, _ = finished
+    run, _ = finished
     assert glossary("Rows") == set(run.rows[-1])
     assert glossary("Local") == {field.name for field in dataclasses.fields(cfl.Local)}
     assert glossary("Pool") == set(cfl.Pool._fields)
@@ -140,7 +141,7 @@ def undrawn(monkeypatch):
 
 @pytest.mark.usefixtures("undrawn")
 def test_a_finished_run_is_read_and_a_longer_one_goes_on(finished, ifca, linear, toy, capsys):
-    run, folder, _ = finished
+    run, folder = finished
     given = {"mesh": cfl.make_mesh(1), "run_dir": folder}
     given |= {"settings": {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}}
     same = cfl.run(ifca, linear, toy, KEY, rounds=4, **given)
@@ -155,7 +156,7 @@ def test_a_finished_run_is_read_and_a_longer_one_goes_on(finished, ifca, linear,
 
 
 def test_another_run_in_the_directory_is_refused(finished, linear, local, toy):
-    _, folder, _ = finished
+    _, folder = finished
     names = {"algorithm": "ifca", "dataset": "toy", "eta": 0.5}
     other = cfl.algorithms.ifca(linear, local.replace(lr=0.3), cfl.select.uniform(5), m=2)
     with pytest.raises(InputError, match=r"different run \(made_of.*lr: 0.2 there, 0.3 here"):
@@ -384,8 +385,9 @@ def test_a_recipe_is_shown_as_it_is_written_and_checked_at_once():
 
 
 def test_a_run_is_shown_in_one_line_and_in_a_small_table(finished, ifca, linear, toy):
-    run, _, memory = finished
-    for one in (run, memory, cfl.run(ifca, linear, toy, KEY, rounds=1, mesh=cfl.make_mesh(1))):
+    run, _ = finished
+    memory = cfl.run(ifca, linear, toy, KEY, rounds=1, mesh=cfl.make_mesh(1))
+    for one in (run, memory):
         assert "\n" not in repr(one) and len(repr(one)) < 300 and "accuracy" in repr(one)
         assert one.frame()["round"].tolist() == [row["round"] for row in one.rows]
         assert one._repr_html_().count("<tr") == 1 + len(one.rows)
@@ -436,7 +438,7 @@ def test_a_method_that_is_made_has_its_parts(ifca, linear, toy):
 
 @pytest.mark.nightly
 def test_comparisons_and_reports_are_frames_and_figures(finished, tmp_path, monkeypatch, capsys):
-    _, folder, _ = finished
+    _, folder = finished
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
     for number, (algorithm, seed) in enumerate([("ifca", 0), ("ifca", 1), ("a", 0), ("a", 1)]):

@@ -39,7 +39,9 @@ SMALL = "dataset.clients=30 model=mclr rounds=9 local.epochs=1 checkpoint.every=
 FLEXCFL = "algorithm=flexcfl algorithm.pretrain=iters:3 algorithm.alpha=4"
 PLAIN = f"{SMALL} algorithm=fedavg"
 CASES = {
-    "fedavg, swap_part": f"{SMALL} {FAULTS} algorithm=fedavg drift=swap_part drift.p=0.5",
+    "fedavg, swap_part": (
+        f"{SMALL} {FAULTS} algorithm=fedavg drift=swap_part drift.p=0.5 eval_auxiliary=false"
+    ),
     "ifca_mig, swap_part": f"{SMALL} {FAULTS} algorithm=ifca_mig drift=swap_part drift.p=0.5",
     "flexcfl, incremental": (
         f"{SMALL} {FAULTS} {FLEXCFL} drift=incremental 'drift.schedule=[0,3,6,8]'"

@@ -436,7 +436,8 @@ def test_a_run_on_a_csv(fedjax_cfl, tmp_path):
     written(tmp_path / "sensors.csv", rows_of())
     line = "dataset=csv dataset.source.path=sensors.csv dataset.source.y=state"
     line += " dataset.source.client=user dataset.source.split=part"
-    line += " 'dataset.source.x=[temp,hum]' rounds=1 local.epochs=1 model=mclr algorithm=fedavg run_dir=run"
+    line += " 'dataset.source.x=[temp,hum]' rounds=1 algorithm=fedavg"
+    line += " local.epochs=1 model=mclr run_dir=run"
     status, out, error = fedjax_cfl(line)
     assert (status, error) == (0, "")
     assert "fedavg on csv: 3 clients, 3 classes, 45 train and 15 test samples" in out
