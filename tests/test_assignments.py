@@ -16,6 +16,7 @@ from fedjax_cfl.runs.assignments import Assignments, read_assignments
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
     " algorithm.m=2 dataset.groups=2 partition=iid concept=rotate discard=none"
+    " eval_auxiliary=false"
 )
 
 

@@ -18,7 +18,7 @@ from fedjax_cfl.simulation.callback import Callback
 
 OURS = "fedjax_cfl.algorithms.ifca"
 
-LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3"
+LINE = "algorithm=fedavg model=mclr local.epochs=1 clients_per_round=3 eval_auxiliary=false"
 OWN = f"dataset=npz dataset.source.path=own.npz partition=by_user {LINE}"
 
 

@@ -16,7 +16,7 @@ from fedjax_cfl.runs.place import can_place
 
 LINE = (
     "dataset=npz dataset.source.path=own.npz algorithm=ifca algorithm.m=2 discard=none rounds=4"
-    " seed=1 clients_per_round=6 local.epochs=3 local.lr=0.5 run_dir=run"
+    " seed=1 clients_per_round=6 local.epochs=3 local.lr=0.5 eval_auxiliary=false run_dir=run"
 )
 NAMES = ["ann", "bob", "cy", "dan", "eva", "fay"]
 

@@ -12,6 +12,7 @@ import fedjax_cfl as cfl
 from fedjax_cfl.cli import main
 
 LINE = "algorithm=nonfed rounds=3 clients_per_round=6 local.lr=0.3 curves=false"
+LINE += " model=mclr eval_auxiliary=false"
 PARTS = "dataset.source.y=state dataset.source.client=site dataset.source.split=part"
 COLUMNS = ["temp", "hum", "wind"]
 
