@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ledger, matrix
+from conftest import at_once, ledger, matrix
 
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.method import Round
@@ -27,16 +27,15 @@ EXACT = {"rtol": 1e-6}
 
 def sent(delta, weight, loss=0.0):
     """An upload of one-number models."""
-    weight = jnp.asarray(weight, jnp.float32)
-    nothing = jnp.zeros_like(weight)
-    delta = jnp.asarray(delta, jnp.float32)
+    weight, delta = np.float32(weight), np.float32(delta)
+    nothing = np.zeros_like(weight)
     return Upload(
         {"w": delta[:, None]},
         weight,
-        nothing + loss,
+        np.float32(nothing + loss),
         nothing,
-        steps=nothing.astype(jnp.int32),
-        start_group=nothing.astype(jnp.int32),
+        steps=nothing.astype(np.int32),
+        start_group=nothing.astype(np.int32),
         squared_norm=delta**2,
     )
 
@@ -47,7 +46,8 @@ def combined(part, delta, weight, gid, groups=1, rank=None, client_extra=()):
     state = SimpleNamespace(active=jnp.ones(groups, bool), round=jnp.int32(0))
     cohort = Cohort(ids=jnp.arange(len(gid)), rank=rank)
     work = full_work(jnp.array(gid))._replace(client_extra=client_extra)
-    step, mass = part(Round(KEY, state, None, cohort, work, sent(delta, weight)))
+    upload = jax.tree.map(jnp.asarray, sent(delta, weight))
+    step, mass = at_once(part, Round(KEY, state, None, cohort, work, upload))
     return np.asarray(step["w"])[:, 0], np.asarray(mass)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.io
-from conftest import nightly
+from conftest import at_once, nightly
 
 from fedjax_cfl.data import concept, federate, partition
 from fedjax_cfl.data.datasets import cifar10, digit_sources, download, multi_source_digits
@@ -50,12 +50,13 @@ def test_rotated_groups_are_exact(pool, swap):
         pool, clients_per_group=3, samples_per_client=50, swap_labels=swap, seed=1
     )
     data = federate(pool, held)
-    x, y = gather(data, jnp.arange(len(held.sample)))
+    x, y = jax.device_get(at_once(gather, data, jnp.arange(len(held.sample))))
+    concept = np.asarray(data.concept)
     assert len(data.x) <= len(pool.x) < len(x), "a sample is stored once"
-    assert data.concept.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
+    assert concept.tolist() == [0] * 3 + [1] * 3 + [2] * 3 + [3] * 3
     assert data.train.size.tolist() == [50] * 12 and data.test.size.tolist() == [TEST] * 12
     for place in range(len(held.sample)):
-        group = int(data.concept[held.owner[place]])
+        group = int(concept[held.owner[place]])
         sample = held.sample[place]
         np.testing.assert_array_equal(x[place], np.rot90(pool.x[sample], group))
         exchanged = {2 * group + 1: 2 * group + 2, 2 * group + 2: 2 * group + 1} if swap else {}

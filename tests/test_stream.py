@@ -40,6 +40,9 @@ def rows_of(view, k):
     return order[start[k] : start[k] + size[k]].tolist()
 
 
+COUNTS = jax.jit(label_counts, static_argnums=3)
+
+
 def follow(made, data, rounds):
     """Yields (data, shifted) at the start and after each round, from one compiled program."""
     data, memory = jax.jit(made.init)(KEY, data)
@@ -102,7 +105,7 @@ def test_windows_equal_brute_force(period, retained, shared, prequential):
             found = [sorted(mine[k], key=lambda n: (when[n], n)) for k in range(K)]
             assert [rows_of(view, k) for k in range(K)] == found
             counts = [np.bincount(np.asarray(data.y)[mine[k]], minlength=C) for k in range(K)]
-            np.testing.assert_array_equal(label_counts(view, now.owner, now.y, C), counts)
+            np.testing.assert_array_equal(COUNTS(view, now.owner, now.y, C), counts)
             held.append(found)
         if before:
             moved = [any(a[k] != b[k] for a, b in zip(held, before, strict=True)) for k in range(K)]
@@ -227,8 +230,9 @@ def test_label_swap_equals_brute_force():
             assert not shifted.any()
         np.testing.assert_array_equal(now.y, y)
     assert 0 < chosen <= 2 * 4 and (y != before).any()
-    once, _, who = made.apply(KEY, 2, data, (), None)
-    twice = made.apply(KEY, 2, once, (), None)[0]  # a client that has the same labels draws them
+    apply = jax.jit(lambda data: made.apply(KEY, 2, data, (), None))
+    once, _, who = apply(data)
+    twice = apply(once)[0]  # a client that has the same labels draws them
     assert who.any() and (np.asarray(once.y) != np.asarray(data.y)).any()
     np.testing.assert_array_equal(twice.y, data.y)
 
