@@ -11,8 +11,8 @@ import pytest
 from conftest import call, nightly
 
 import fedjax_cfl as cfl
+from fedjax_cfl.cli.predict import can_place
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.place import can_place
 
 LINE = (
     "dataset=npz dataset.source.path=own.npz algorithm=ifca algorithm.m=2 discard=none rounds=4"

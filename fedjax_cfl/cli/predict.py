@@ -18,25 +18,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from fedjax_cfl.algorithms.flux import Descriptions, describe_clients, nearest_center
 from fedjax_cfl.cli.outputs import print_error
+from fedjax_cfl.client.execution import make_execution
+from fedjax_cfl.client.local import Local
 from fedjax_cfl.data import datasets
 from fedjax_cfl.data.datasets.files import number_clients
 from fedjax_cfl.data.datasets.pool import read_test_mask
 from fedjax_cfl.data.datasets.readers import list_names, read_npz, shorten
 from fedjax_cfl.data.datasets.table import read_new_samples
+from fedjax_cfl.data.federated import federate
 from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import clean_name, to_frame
+from fedjax_cfl.runs import checkpoint
+from fedjax_cfl.runs.callbacks import CHECKPOINTS
 from fedjax_cfl.runs.load import LoadedRun, SavedModels, load_run
-from fedjax_cfl.runs.place import can_place, place_clients
+from fedjax_cfl.runs.regular_files import explain
 from fedjax_cfl.runs.results import atomic_write, write_columns
-from fedjax_cfl.types import Pool
+from fedjax_cfl.runs.saved_models import nest_arrays
+from fedjax_cfl.sharding import make_mesh
+from fedjax_cfl.types import Partition, Pool
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
 SOURCES = "fedjax_cfl.data.datasets."  # readers that the settings of a run may name
+FLUX = "fedjax_cfl.algorithms.flux"
+MEMORY = "[0].memory."  # how leaves of a checkpoint begin that are the method's own
 TABLES = ("csv", "jsonl", "parquet")
 MOST_CLASSES = 20  # of a confusion matrix that is printed
 
@@ -54,10 +65,6 @@ class Samples(NamedTuple):
         """Returns some of the samples."""
         arrays = {name: array for name, array in self._asdict().items() if array is not None}
         return Samples(**{name: array[rows] for name, array in arrays.items()})
-
-    def list_training(self, rows: np.ndarray) -> np.ndarray:
-        """Returns which of the samples `rows` are for training: all without a split."""
-        return rows if self.split is None else rows[~self.split[rows]]
 
 
 class Predictions(NamedTuple):
@@ -106,7 +113,7 @@ def main(argv: list[str]) -> int:
         raise InputError("--confusion: counts classes, and the run had none")
     saved = run.best if given.best else run.final
     if saved is None:
-        words = run.targets.score.words
+        words = run.task.targets.score.words
         raise InputError(
             f"run_dir={given.run_dir}: no evaluation had a score ({words}) to be best of"
         )
@@ -245,7 +252,7 @@ def predict_all(
         x, y = run.check_samples(samples.x), samples.y
         samples = samples._replace(x=x, y=None if y is None else run.check_labels(y, count))
     clients = np.zeros(count, np.int32) if samples.client is None else samples.client
-    met = {} if samples.client is None else list_met(run, saved)
+    places = {clean_name(name): k for k, name in enumerate(run.table["client"].tolist())}
     model, known = np.zeros(count, np.int32), np.zeros(count, bool)
     alike = run.final.scaling is None
     scaled = run.scale(samples.x) if alike and count else np.empty(samples.x.shape, np.float32)
@@ -254,8 +261,9 @@ def predict_all(
     names, number = np.unique(clients, return_inverse=True)
     ends = np.cumsum(np.bincount(number))[:-1]
     for client, rows in zip(names, np.split(np.argsort(number, kind="stable"), ends), strict=True):
-        training = samples.list_training(rows)
-        place, predictor = met.get(clean_name(client), (None, None))
+        training = rows if samples.split is None else rows[~samples.split[rows]]
+        place = None if samples.client is None else places.get(clean_name(client))
+        predictor = saved.find_used(place)
         known[rows] = predictor is not None
         if not alike:
             scaled[rows] = run.scale(samples.x[rows], place, samples.x[training])
@@ -283,22 +291,52 @@ def predict_all(
         scores[rows] = run.infer(predictor, scaled[rows], saved)
         model[rows] = predictor if isinstance(predictor, int) else np.argmax(predictor)
     kept = np.setdiff1d(np.arange(count), np.concatenate([[], *unknown.values()])).astype(int)
-    scores = scores[kept]
-    guess, chances = run.targets.guess(scores), run.targets.chances(scores)
+    guess, chances = (f(scores[kept]) for f in (run.task.targets.guess, run.task.targets.chances))
     return samples.take(kept), Predictions(guess, model[kept], known[kept], chances), unknown
 
 
-def list_met(run: LoadedRun, saved: SavedModels) -> dict[str, tuple[int, int | np.ndarray | None]]:
-    """Returns the row in the run's table, and the model, or the weights [M] of all models, None:
-    it has none, of each client by its name as text.
+# clients without labels, of FLUX
+
+
+def can_place(run: LoadedRun, saved: SavedModels) -> bool:
+    """Returns whether the method of a run places clients without labels, by a description of their
+    inputs, and its `saved` models are those of the groups that it has found.
     """
-    index = saved.model_index.tolist()
-    used = index if saved.weights is None else list(saved.weights)
-    each = zip(run.table["client"].tolist(), index, used, strict=True)
-    return {
-        clean_name(name): (place, mine if model >= 0 else None)
-        for place, (name, model, mine) in enumerate(each)
-    }
+    own = run.settings["algorithm"]
+    by_inputs = own["_target_"] == FLUX and own["newcomers"] == "inputs"
+    return by_inputs and not run.settings["personal"] and saved.round > own["warm_up"]
+
+
+def place_clients(run_dir: str, run: LoadedRun, x: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Returns the groups [U] of new clients, whose descriptions are nearest to theirs in the last
+    checkpoint of `run_dir`, by their samples x [N, ...], as `run.scale` returns them; `owner` [N]
+    is the client of each, from 0 on.
+
+    Raises InputError where the checkpoint is not there or damaged.
+    """
+    folder = Path(run_dir).expanduser() / CHECKPOINTS
+    try:
+        stored = checkpoint.load_arrays(folder)
+        parts = {name.removeprefix(MEMORY): jnp.asarray(v) for name, v in stored.items()}
+        extractor = nest_arrays({n: parts[n] for n in parts if n.startswith("extractor")})
+        memory = Descriptions(extractor, *(parts[name] for name in ("low", "high", "centers")))
+        expected = jax.eval_shape(run.task.init, jax.random.key(0))
+        shapes = jax.tree.map(lambda leaf: (1, *leaf.shape), expected)
+        if shapes != jax.tree.map(lambda leaf: leaf.shape, memory.extractor):
+            raise ValueError("it has another model")
+        active = parts["[0].active"]
+    except Exception as error:  # whatever damage does to a reader
+        raise InputError(
+            f"{folder}: the last checkpoint, by which clients without labels are placed, cannot be"
+            f" read: {explain(error)}; give y"
+        ) from None
+    pool = Pool(x, np.zeros(len(owner), np.int32), run.num_classes)  # all for training, of class 0
+    holdings = Partition(np.arange(len(owner)), owner, np.zeros(len(owner), bool))
+    local = Local(0.1, 1, 1, execution=make_execution(make_mesh(1)))
+    describe = describe_clients(run.task, local, run.settings["algorithm"]["latent"])
+    everyone = jnp.ones(int(owner.max()) + 1, bool)
+    described = describe(memory.extractor, federate(pool, holdings), everyone)
+    return np.asarray(nearest_center(memory, described[:, :2], active))
 
 
 # what is said of them
@@ -319,10 +357,10 @@ def describe_predictions(
         line = f"{name}: {rows.sum():,} samples, {by} {models}"
         rows = rows & scored
         if samples.y is not None and rows.any():
-            score, guess = run.targets.score, found.predicted[rows]
+            score, guess = run.task.targets.score, found.predicted[rows]
             guess = guess.astype(float) if guess.dtype.kind == "f" else guess
-            sums = run.targets.sums(guess, samples.y[rows], np.ones(len(guess), bool))
-            value = float(run.targets.rate(*sums))
+            sums = run.task.targets.sums(guess, samples.y[rows], np.ones(len(guess), bool))
+            value = float(run.task.targets.rate(*sums))
             line += f", {score.words} {score.format(value)} on {rows.sum():,}"
             chose = samples.split is None and not found.known[rows].all()
             line += ", which chose too" if chose else ""

@@ -8,7 +8,6 @@ argument, so that reading a directory imports nothing that it names.
 """
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -53,6 +52,14 @@ class SavedModels(NamedTuple):
     weights: np.ndarray | None = None
     label_shares: np.ndarray | None = None
     scaling: Scaling | None = None  # of the run's samples, with its last models; None: none
+
+    def find_used(self, place: int | None) -> int | np.ndarray | None:
+        """Returns the model of the client in row `place` of the run's table, or its weights [M] of
+        all models; None: it has none, or is not there.
+        """
+        if place is None or self.model_index[place] < 0:
+            return None
+        return int(self.model_index[place]) if self.weights is None else self.weights[place]
 
 
 class LoadedRun(NamedTuple):
@@ -107,7 +114,7 @@ class LoadedRun(NamedTuple):
         `saved` is `final` unless you give `best`. Raises InputError for a client without
         a model; `find_model`, of mixtures `find_weights`, finds one for it.
         """
-        return self._name(self.targets.guess(self._score(client, x, saved)))
+        return self._name(self.task.targets.guess(self._score(client, x, saved)))
 
     def predict_proba(
         self, client: str | int, x: Any, saved: SavedModels | None = None
@@ -115,29 +122,23 @@ class LoadedRun(NamedTuple):
         """Returns the probabilities [B, C] float32 of the classes, where `predict` returns the
         likeliest one, or of each label [B, T]. Raises InputError for a regression.
         """
-        found = self.targets.chances(self._score(client, x, saved))
+        found = self.task.targets.chances(self._score(client, x, saved))
         if found is None:
             raise InputError(
                 "predict_proba: the run regressed numbers, which have no probabilities"
             )
         return found
 
-    @property
-    def targets(self) -> Targets:
-        """What y of the run are, and how predictions of them are read and scored."""
-        return self.task.targets
-
     def _score(self, client: str | int, x: Any, saved: SavedModels | None) -> np.ndarray:
         saved = saved or self.final
         place = self.find_client(client)
-        model = int(saved.model_index[place])
-        if model < 0:
+        used = saved.find_used(place)
+        if used is None:
             find = "find_model" if saved.weights is None else "find_weights"
             raise InputError(
                 f"client={client}: never took part and has no model; {find}(x, y)"
                 " chooses one by its samples"
             )
-        used = model if saved.weights is None else saved.weights[place]
         return self.infer(used, self.scale(x, place), saved)
 
     def predict_with(
@@ -151,7 +152,7 @@ class LoadedRun(NamedTuple):
         client by its own, None: x itself.
         """
         scaled = self.scale(x, like=x if like is None else like)
-        return self._name(self.targets.guess(self.infer(model, scaled, saved or self.final)))
+        return self._name(self.task.targets.guess(self.infer(model, scaled, saved or self.final)))
 
     def _name(self, guess: np.ndarray) -> np.ndarray:
         return guess if self.class_names is None else np.array(self.list_classes())[guess]
@@ -182,8 +183,7 @@ class LoadedRun(NamedTuple):
         if not np.ndim(model):
             if not 0 <= model < total:
                 raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
-            found = map_blocks(_predict, self.task, take_rows(saved.models, model), samples)
-            return np.concatenate([*found])
+            return map_blocks(_predict, self.task, take_rows(saved.models, model), samples)
         weights = np.asarray(model, np.float32)
         if weights.shape != (total,):
             raise InputError(
@@ -191,7 +191,7 @@ class LoadedRun(NamedTuple):
             )
         if not (weights >= 0).all() or not np.isclose(weights.sum(), 1, atol=1e-3):
             raise InputError("model: weights must be >= 0 and have the sum 1")
-        return np.concatenate([*map_blocks(_mix, self.task, (saved.models, weights), samples)])
+        return map_blocks(_mix, self.task, (saved.models, weights), samples)
 
     def find_weights(self, x: Any, y: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the weights [M] float32 with which a client that took no part in the run mixes
@@ -204,7 +204,7 @@ class LoadedRun(NamedTuple):
         if saved.weights is None:
             raise InputError("clients of this run use one model each; find_model(x, y) chooses one")
         labels, given = self.check_labels(y, len(samples)), (saved.models, saved.label_shares)
-        parts = np.concatenate([*map_blocks(_explain, self.task, given, samples, labels)])
+        parts = map_blocks(_explain, self.task, given, samples, labels)
         total = parts.sum(0, dtype=float)
         return (total / total.sum()).astype(np.float32)
 
@@ -223,7 +223,7 @@ class LoadedRun(NamedTuple):
         if not used.size:
             raise InputError("no client of the run has a model, and none can be chosen")
         models = take_rows(saved.models, used)
-        losses = np.concatenate([*map_blocks(_lose, self.task, models, samples, labels)])
+        losses = map_blocks(_lose, self.task, models, samples, labels)
         total = losses.sum(0, dtype=float)
         return int(used[np.argmin(np.where(np.isfinite(total), total, np.inf))])
 
@@ -264,10 +264,10 @@ class LoadedRun(NamedTuple):
             y = np.vectorize(names.index, otypes=[np.int32])(y)
         stand_in = np.zeros((samples, 1), np.uint8)  # of samples that are checked already
         pool = check_pool(Pool(stand_in, y, self.num_classes), "samples")
-        if kind_of(pool).name != self.targets.name or count_outputs(pool) != self.outputs:
+        if kind_of(pool).name != self.task.targets.name or count_outputs(pool) != self.outputs:
             raise InputError(
                 f"y are {kind_of(pool).describe(pool)}; models of this run have {self.outputs}"
-                f" outputs and need {self.targets.needs}"
+                f" outputs and need {self.task.targets.needs}"
             )
         return pool.y
 
@@ -401,16 +401,18 @@ def build_value(node: Any) -> Any:
 # blocks of samples, each padded to one size, for which programs are compiled once
 
 
-def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields function(task, models, *blocks, owner) of each block of the samples of `arrays`
-    [N, ...], without the rows of the padding, whose owner is -1.
+def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> np.ndarray:
+    """Returns function(task, models, *blocks, owner) of the samples of `arrays` [N, ...], block by
+    block, without the rows of the padding, whose owner is -1.
     """
+    found = []
     for start in range(0, len(arrays[0]), BLOCK):
         blocks = [array[start : start + BLOCK] for array in arrays]
         count = len(blocks[0])
         full = [np.pad(x, [(0, BLOCK - count)] + [(0, 0)] * (x.ndim - 1)) for x in blocks]
         owner = np.where(np.arange(BLOCK) < count, 0, -1)
-        yield np.asarray(_compile(function, task, models, *full, owner))[:count]
+        found.append(np.asarray(_compile(function, task, models, *full, owner))[:count])
+    return np.concatenate(found)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
