@@ -13,12 +13,8 @@ from collections.abc import Iterator
 from fedjax_cfl.cli.build import use_run_devices
 from fedjax_cfl.data.datasets.download import DATA_ENV_VAR, search_dirs
 from fedjax_cfl.errors import InputError, parse_arguments
-from fedjax_cfl.runs.labels import find_version
+from fedjax_cfl.runs.labels import PACKAGES, find_version
 
-# packages that every run needs, some only at its end, and the module of each
-PACKAGES = {name: name for name in ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "pyarrow")}
-PACKAGES |= {"matplotlib": "matplotlib", "rich": "rich", "hydra-core": "hydra", "pyyaml": "yaml"}
-PACKAGES |= {"orbax-checkpoint": "orbax.checkpoint", "pandas": "pandas", "pydantic": "pydantic"}
 Line = tuple[str, str, str]  # what; what is here, "" if it is missing; what to do about it
 
 

@@ -14,7 +14,7 @@ from fedjax_cfl.errors import RunError, warn
 from fedjax_cfl.runs import results
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
 from fedjax_cfl.runs.callbacks import copy_models
-from fedjax_cfl.runs.labels import find_version, name_parts
+from fedjax_cfl.runs.labels import PACKAGES, find_version, name_parts
 from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, save_arrays
 from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.scores import SCORES
@@ -24,16 +24,6 @@ from fedjax_cfl.simulation.driver import Result
 from fedjax_cfl.simulation.rounds import Setup
 from fedjax_cfl.types import FederatedData
 
-PACKAGES = (
-    "fedjax-cfl",
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "numpy",
-    "hydra-core",
-    "orbax-checkpoint",
-)
 # those there are
 CLIENT_SCORES = (*(name for score in SCORES for name in score.measured), "loss", "f1")
 MAX_LABEL_COUNTS = 2**24  # clients x classes, in clients.parquet
@@ -126,16 +116,14 @@ def save_final(run_dir: Path, setup: Setup, result: Result, run_id: str) -> None
         "sample_shape": list(data.x.shape[1:]),
         "num_classes": data.num_classes,
         "pixels": data.pixels,
+        "columns": data.columns and list(data.columns.names),
+        "labels": data.y.shape[1] if data.y.ndim > 1 else None,
+        "class_names": data.class_names and list(data.class_names),
     }
-    if data.columns is not None:
-        facts["columns"] = list(data.columns.names)
-    if data.y.ndim > 1:
-        facts["labels"] = data.y.shape[1]
-    if data.class_names is not None:
-        facts["class_names"] = list(data.class_names)
     models = copy_models(setup.algorithm, result.state, data)
     if setup.scaling is not None:
         models["scaling"] = setup.scaling._asdict()
+    facts = {name: value for name, value in facts.items() if value is not None}
     save_arrays(run_dir / FINAL_FILE, models, facts)
 
 
@@ -215,8 +203,9 @@ def build_summary(member: Member, rows: list[dict], setup: Setup, result: Result
         "peak_memory_bytes": memory.peak_memory_bytes(),
         "width": settings.width,
         "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
-        "versions": (
-            {"python": sys.version.split()[0]} | {name: find_version(name) for name in PACKAGES}
-        ),
+        "versions": {
+            "python": sys.version.split()[0],
+            **{name: find_version(name) for name in ("fedjax-cfl", *PACKAGES)},
+        },
         "overrides": member.overrides,
     }

@@ -26,15 +26,12 @@ EXECUTION_SETTINGS = (
     "seeds",
     "hydra",
 )
-# the setting that names the code of a part
-TARGET_SETTINGS = {
-    "algorithm": "algorithm._target_",
-    "dataset": "dataset.source._target_",
-    "partition": "partition._target_",
-    "model": "model.module._target_",
-    "concept": "concept._target_",
-    "drift": "drift._target_",
-}
+# packages that every run needs, some only at its end, and the module of each
+PACKAGES = {name: name for name in ("jax", "jaxlib", "flax", "optax", "numpy", "scipy", "pyarrow")}
+PACKAGES |= {"matplotlib": "matplotlib", "rich": "rich", "hydra-core": "hydra", "pyyaml": "yaml"}
+PACKAGES |= {"orbax-checkpoint": "orbax.checkpoint", "pandas": "pandas", "pydantic": "pydantic"}
+# where the `_target_` of a part is, where it is not the part's own
+CODE = {"dataset": "dataset.source", "model": "model.module"}
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
@@ -62,8 +59,8 @@ def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     called = {
         part: asked_for[setting].strip("'\"")
         for part in names
-        for setting in (TARGET_SETTINGS.get(part), f"{part}.name")  # of both the name counts
-        if setting and asked_for.get(setting)
+        for setting in (f"{CODE.get(part, part)}._target_", f"{part}.name")  # the name counts
+        if asked_for.get(setting)
     }
     return {**names, **called}
 
