@@ -27,9 +27,9 @@ RUN_FILES = {
 }
 
 
-def check_run_dir(run_dir: str, resume: str) -> Path:
-    """Returns the path of a run directory. Raises InputError if it holds something that
-    `resume` (auto | must | never) does not allow.
+def check_run_dir(run_dir: str, resume: str) -> None:
+    """Raises InputError for a run directory that holds something that `resume` (auto | must |
+    never) does not allow.
     """
     path = Path(run_dir)
     try:
@@ -37,32 +37,26 @@ def check_run_dir(run_dir: str, resume: str) -> Path:
             raise InputError(
                 f"run_dir={run_dir}: already exists and is not a directory; choose another"
             )
-        found = refuse_links(path)
-        names = {inside.name for inside in found} - {LOCK}
-        for inside in found:  # a pipe would never answer
-            if inside.exists() and not (inside.is_file() or inside.is_dir()):
-                raise InputError(
-                    f"run_dir={run_dir}: {inside.name} in it is neither a file nor a folder;"
-                    " remove it, or choose another"
-                )
+        names = {inside.name for inside in refuse_links(path)} - {LOCK}
     except OSError as error:
         raise InputError(f"run_dir={run_dir}: cannot be used: {error.strerror}") from None
     if resume == "must" and "checkpoints" not in names:
         raise InputError(f"resume=must: {run_dir} has no checkpoint to resume from")
     if names and (resume == "never" or not ("checkpoints" in names or names <= RUN_FILES)):
         raise InputError(f"run_dir={run_dir}: already exists and is not empty; choose another")
-    return path
 
 
 def refuse_links(path: Path) -> list[Path]:
     """Returns what a directory holds, [] where it is missing. Raises InputError for a symbolic
-    link in it: a run would write to what it leads to.
+    link in it, for a run would write to what it leads to, and for a pipe, which would never answer.
     """
     inside = list(path.iterdir()) if path.exists() else []
     for each in inside:
-        if each.is_symlink():
+        odd = each.exists() and not (each.is_file() or each.is_dir())
+        if each.is_symlink() or odd:
+            what = "a link" if each.is_symlink() else "neither a file nor a folder"
             raise InputError(
-                f"run_dir={path}: {each.name} in it is a link; remove it, or choose another"
+                f"run_dir={path}: {each.name} in it is {what}; remove it, or choose another"
             )
     return inside
 
