@@ -141,12 +141,8 @@ def to_frame(table: Iterable[Mapping[str, Any]] | Mapping[str, Any]) -> "DataFra
     `table` are rows, as `load_run(...).rows`, or columns, as `load_run(...).table`. Values that a
     row does not have are None or NaN; a column of lists, as `group_accuracy`, stays one.
     """
-    if isinstance(table, Mapping):
-        columns = {name: list(values) for name, values in table.items()}
-    else:
-        rows = list(table)
-        names = list(dict.fromkeys(name for row in rows for name in row))
-        columns = {name: [row.get(name) for row in rows] for name in names}
     import pandas  # only now: a run needs none of it
 
-    return pandas.DataFrame(columns)
+    if isinstance(table, Mapping):
+        return pandas.DataFrame({name: list(values) for name, values in table.items()})
+    return pandas.DataFrame(list(table))

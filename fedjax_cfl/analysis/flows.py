@@ -46,7 +46,7 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
         present, before = (np.unique(each[each >= 0]) for each in (own, followed[-1]))
         name = dict[int, int]()
         if before.size and present.size:
-            overlap = count_pairs(own, followed[-1], present, before)
+            overlap = np.asarray(crosstab(own, followed[-1], levels=(present, before)).count)
             pairs = np.transpose(linear_sum_assignment(-overlap)).tolist()
             name = {int(present[new]): int(before[old]) for new, old in pairs if overlap[new, old]}
         for group in present.tolist():
@@ -54,13 +54,6 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
             used.add(name[group])
         followed.append(pd.Series(own).map(name).fillna(-1).to_numpy(own.dtype))
     return np.stack(followed[::-1])
-
-
-def count_pairs(
-    one: np.ndarray, other: np.ndarray, ones: np.ndarray, others: np.ndarray
-) -> np.ndarray:
-    """Returns how many clients [R] have each pair of the sorted labels, [ones, others]."""
-    return np.asarray(crosstab(one, other, levels=(ones, others)).count)
 
 
 def choose_classes(

@@ -116,10 +116,8 @@ def write_clients(
     [K, C], becomes a column of lists. `name` is that of the file; `run_id` is noted in it, for
     a reader to see that it is of this run.
     """
-    table = pa.table({name: to_arrow(values) for name, values in columns.items()})
-    if run_id is not None:
-        table = table.replace_schema_metadata({RUN_ID: run_id})
-    write_parquet(table, Path(run_dir) / name)
+    arrays: Any = {name: to_arrow(values) for name, values in columns.items()}
+    write_parquet(pa.table(arrays, metadata={RUN_ID: run_id or ""}), Path(run_dir) / name)
 
 
 def write_parquet(table: pa.Table, path: Path) -> None:
