@@ -206,12 +206,12 @@ def run(
     faults ask for it; KeyboardInterrupt where Ctrl-C stopped it, with a checkpoint.
     """
     plan = Plan(rounds, eval_every, discard)
-    check_options(callbacks, run_dir, {"scaling": scaling, "settings": settings})
+    kept = {"scaling: is kept in": scaling, "settings: are written to": settings}
     numbers = None if seeds is None else list_seeds(seeds, key)
     key, mesh = jax.random.key(0) if key is None else key, mesh or make_mesh()
     names: dict[str, Any] = {}
     parts = model, local, system
-    check_form(algorithm, task, data, parts)
+    check_form(algorithm, task, data, parts, kept if run_dir is None else {})
     source = task if data is None else data
     if not isinstance(algorithm, Algorithm):
         data = deal(source, numbers[0] if numbers else find_seed(key))
@@ -233,22 +233,13 @@ def run(
     return Runs(runs)
 
 
-def check_options(callbacks: Any, run_dir: Any, kept: Mapping[str, Any]) -> None:
-    """Raises InputError for what are no callbacks, and without a directory for what is `kept`."""
-    if not isinstance(callbacks, list | tuple) or not all(
-        isinstance(one, Callback) for one in callbacks
-    ):
-        raise InputError(f"callbacks={callbacks!r}: must be a list of cfl.Callback")
-    words = {"scaling": "is kept in", "settings": "are written to"}
-    for name, value in kept.items():
-        if value is not None and run_dir is None:
-            raise InputError(f"{name}: {words[name]} a run_dir; name one, as run_dir='runs/one'")
-
-
-def check_form(algorithm: Any, task: Any, data: Any, parts: tuple) -> None:
+def check_form(algorithm: Any, task: Any, data: Any, parts: tuple, kept: dict[str, Any]) -> None:
     """Raises InputError for a method that is made without its task and data, or with `parts` of a
-    recipe, and for a recipe with a task.
+    recipe, for a recipe with a task, and for what could only be `kept` in a directory.
     """
+    for what, given in kept.items():
+        if given is not None:
+            raise InputError(f"{what} a run_dir; name one, as run_dir='runs/one'")
     if not isinstance(algorithm, Algorithm) and data is not None:
         raise InputError(
             f"algorithm={shorten(algorithm)}: must be Algorithm, with a task; a recipe has data"
@@ -355,7 +346,7 @@ def _run_one(
     from fedjax_cfl.runs.finish import Member
     from fedjax_cfl.runs.from_python import find_module, list_given, make_settings
     from fedjax_cfl.runs.load import load_run
-    from fedjax_cfl.runs.session import train_in_dir, write_settings
+    from fedjax_cfl.runs.session import train_in_dir
     from fedjax_cfl.simulation.compiler import use_compile_cache
 
     check_data(setup.algorithm, setup.task, setup.drift, setup.data)
@@ -366,7 +357,7 @@ def _run_one(
         own, list_given(given), run_dir, {}, callbacks, draw=draw_curves, verbose=verbose
     )
     with contextlib.suppress(FinishedRun):
-        if status := train_in_dir(member, setup, inputs, write_settings):
+        if status := train_in_dir(member, setup, inputs):
             raise KeyboardInterrupt if status == 130 else SystemExit(status)
     return load_run(run_dir, find_module(setup.task), setup.task.targets)
 
@@ -418,9 +409,8 @@ def report(
     from fedjax_cfl.analysis import sets, statistics
     from fedjax_cfl.analysis.runs import list_paths
 
-    found = command.make_report(list_paths(paths))
-    written = out is not None or pictures is not None
-    page = command.write_report(found, out, pictures) if written else None
+    found = command.make_report(list_paths(paths), out, pictures)
+    page = command.write_report(found, out, pictures)
     tables = sets.list_measures(found.runs), statistics.list_differences(found.runs)
     return Report(page, *tables, found.figures)
 

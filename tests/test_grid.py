@@ -15,7 +15,7 @@ from fedjax_cfl.cli.names import read_line
 from fedjax_cfl.cli.settings import grid_axes
 from fedjax_cfl.cli.sweep import find_obstacle
 from fedjax_cfl.runs.checkpoint import list_steps
-from fedjax_cfl.runs.grid import grid_points
+from fedjax_cfl.runs.session import grid_points
 from fedjax_cfl.simulation.vectorize import NotMapped, stack_data
 
 SMALL = (

@@ -15,12 +15,12 @@ import fedjax_cfl as cfl
 from fedjax_cfl.analysis import compare
 from fedjax_cfl.cli import doctor, extras, launch
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs import assignments, checkpoint, finish, grid, session
+from fedjax_cfl.runs import assignments, checkpoint, finish, session
 from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, PART
 from fedjax_cfl.runs.labels import find_version
 from fedjax_cfl.runs.load import load_run
 from fedjax_cfl.runs.results import METRICS_FILE, read_metrics, read_summary
-from fedjax_cfl.runs.resume import clear_unsaved
+from fedjax_cfl.runs.resume import clear_unsaved, common_step
 from fedjax_cfl.simulation.callback import Grouping
 
 SMALL = "dataset=digits dataset.clients=6 clients_per_round=2 local.epochs=1 algorithm=ifca"
@@ -193,7 +193,7 @@ def test_a_grid_that_was_killed_while_it_wrote_its_first_checkpoints_begins(fedj
 )
 def test_where_a_grid_goes_on(first, second, common, tmp_path):
     make_checkpoints(tmp_path, first, second)
-    assert grid.common_step([tmp_path / "0", tmp_path / "1"]) == common
+    assert common_step([tmp_path / "0", tmp_path / "1"]) == common
 
 
 def make_checkpoints(room, *members) -> None:
@@ -206,7 +206,7 @@ def make_checkpoints(room, *members) -> None:
 def test_members_that_stand_apart_are_not_thrown_away(tmp_path):
     make_checkpoints(tmp_path, (0, 5), ())
     with pytest.raises(InputError, match="continue each by itself"):
-        grid.common_step([tmp_path / "0", tmp_path / "1"])
+        common_step([tmp_path / "0", tmp_path / "1"])
 
 
 def test_rows_whose_checkpoints_were_removed_are_not_gone_on_with(tmp_path):

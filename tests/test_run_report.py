@@ -20,6 +20,7 @@ from matplotlib.text import Text
 from PIL import Image
 from scipy.stats import norm, permutation_test
 
+from fedjax_cfl import library
 from fedjax_cfl.analysis import flows, statistics
 from fedjax_cfl.analysis.plot import colour_groups, draw_curves, make_palette
 from fedjax_cfl.analysis.plot_costs import STEPS, TIME, draw_costs, last_cost
@@ -300,8 +301,9 @@ def test_nothing_is_replaced_silently(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
     monkeypatch.setattr("fedjax_cfl.analysis.report.draw_run", lambda run: {})
     (tmp_path / "notes.html").write_text("<!DOCTYPE html> my own")
-    with pytest.raises(InputError, match=r"notes.html: exists and is no page of `report`"):
-        report([runs / "ifca"], tmp_path / "notes.html")
+    for write in (report, library.report):
+        with pytest.raises(InputError, match=r"notes.html: exists and is no page of `report`"):
+            write([runs / "ifca"], tmp_path / "notes.html")
     report([runs / "ifca"], tmp_path / "page.html")
     report([runs / "ifca"], tmp_path / "page.html")
     said = capsys.readouterr().out.splitlines()

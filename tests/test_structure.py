@@ -118,14 +118,14 @@ def test_no_import_runs_up(module):
 
 def test_the_search_for_imports_finds_them(tmp_path):
     (tmp_path / "x.py").write_text(
-        "def f():\n    from fedjax_cfl.runs import grid\nimport fedjax_cfl.cli.main\n"
+        "def f():\n    from fedjax_cfl.runs import resume\nimport fedjax_cfl.cli.main\n"
         "from fedjax_cfl.errors import InputError\nfrom fedjax_cfl import types, library\n"
     )
-    assert imported(tmp_path / "x.py") == {"runs.grid", "cli.main", "errors", "types", "library"}
+    assert imported(tmp_path / "x.py") == {"runs.resume", "cli.main", "errors", "types", "library"}
     assert upward("round.engine", tmp_path / "x.py") == [
         "round.engine imports cli.main",
         "round.engine imports library",
-        "round.engine imports runs.grid",
+        "round.engine imports runs.resume",
     ]
 
 

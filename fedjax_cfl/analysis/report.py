@@ -58,10 +58,7 @@ def report(
     """
     paths = list(paths)
     out = Path(out or common_folder(paths) / "report.html")
-    check_out(out)
-    if pictures is not None:
-        check_writable(Path(pictures), f"pictures={pictures}")
-    write_report(make_report(paths), out, pictures)
+    write_report(make_report(paths, out, pictures), out, pictures)
     return out
 
 
@@ -78,8 +75,16 @@ def check_out(out: Path) -> None:
             raise InputError(f"{out}: exists and is no page of `report`; choose another file")
 
 
-def make_report(paths: Iterable[str | Path]) -> ReportData:
-    """Returns what a page about the finished runs at or below `paths` shows."""
+def make_report(
+    paths: Iterable[str | Path], out: str | Path | None = None, pictures: str | Path | None = None
+) -> ReportData:
+    """Returns what a page about the finished runs at or below `paths` shows. Raises InputError
+    where it cannot be written to `out`, or pictures to the folder `pictures`.
+    """
+    if out is not None:
+        check_out(Path(out))
+    if pictures is not None:
+        check_writable(Path(pictures), f"pictures={pictures}")
     runs = hide_paths(sets.read_sets(paths))
     first = ~runs["label"].duplicated()
     pictured = runs["run_dir"].notna() if len(runs) <= MAX_PICTURED else first

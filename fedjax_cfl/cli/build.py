@@ -11,7 +11,6 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,17 +31,16 @@ from fedjax_cfl.errors import InputError, is_new
 from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.method import Method
 from fedjax_cfl.models import as_task
-from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.compiler import check_jax_settings
 from fedjax_cfl.simulation.personalize import check_rule, hold_out_clients, refuse_mixture
 from fedjax_cfl.simulation.program import Inputs, Store, check_data, check_without_classes
-from fedjax_cfl.simulation.rounds import Plan, Setup
+from fedjax_cfl.simulation.rounds import Setup
 from fedjax_cfl.system import Faults, System
 from fedjax_cfl.system.clock import CohortSizes
-from fedjax_cfl.tasks import CLASSIFICATION, Targets, count_outputs, kind_of
+from fedjax_cfl.tasks import CLASSIFICATION, count_outputs, kind_of
 from fedjax_cfl.types import Algorithm, FederatedData, Partition, Pool, Selection, Task
 from fedjax_cfl.validation import ARRAY
 
@@ -53,7 +51,6 @@ NOT_COMPILED = ("assignments", "callbacks", "checkpoint.", "concept.", "curves",
 NOT_COMPILED += ("evaluate.", "logger", "offline", "partition.", "resume", "run_dir", "seed")
 NOT_COMPILED += ("shared_samples.",)
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 # readers that take numbers to regress for y
 FILES = "csv", "huggingface", "jsonl", "leaf", "npy", "npz", "parquet"
 
@@ -93,7 +90,8 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
 
 def load_pool(config: dict[str, Any]) -> Pool:
     """Returns all samples. Raises InputError where y are not what the task is about."""
-    source, asked = config["dataset"]["source"], choose_targets(config)
+    source = config["dataset"]["source"]
+    asked = instantiate_target("task", config["task"]) or CLASSIFICATION
     ours = source["_target_"].startswith(PACKAGE)
     if config["task"] and ours and "num_classes" in source:  # a file of the user's own
         if source["num_classes"]:
@@ -153,12 +151,13 @@ def scale_data(
 def build_task(config: dict[str, Any], pool: Pool, shape: tuple[int, ...]) -> Task:
     """Returns the model as a task on the samples of a pool, of the `shape` that clients see."""
     model, l2 = config["model"], config["preset"]["l2"]
+    targets = instantiate_target("task", config["task"])
     module = instantiate_target("model.module", model["module"], num_classes=count_outputs(pool))
     if size := getattr(module, "vocabulary", None):
         check_ids(config, pool, size)
     try:
         weight = model.get("l2", 0.0) if l2 is None else l2
-        return as_task(module, shape, pool.num_classes, weight, choose_targets(config))
+        return as_task(module, shape, pool.num_classes, weight, targets)
     except InputError as error:
         raise InputError(f"model={model['name']}: {error}") from None
 
@@ -218,11 +217,6 @@ def use_run_devices() -> None:
 
 
 # data
-
-
-def choose_targets(config: dict[str, Any]) -> Targets:
-    """Returns the task of a run."""
-    return instantiate_target("task", config["task"]) or CLASSIFICATION
 
 
 def deal_samples(config: dict[str, Any]) -> tuple[Pool, Partition]:
@@ -355,7 +349,7 @@ def build_algorithm(
     data: FederatedData,
     local: Local,
     select: Selection | None = None,
-    values: Mapping[str, Any] = NOTHING,
+    values: Mapping[str, Any] | None = None,
     runs_as_one: bool = False,
 ) -> Algorithm:
     """Returns the algorithm of a configuration.
@@ -365,7 +359,7 @@ def build_algorithm(
     `values` replace those of settings by dotted name, and may be traced; `runs_as_one` is as in
     `Execution`.
     """
-    execution = local.execution._replace(runs_as_one=runs_as_one)
+    values, execution = values or {}, local.execution._replace(runs_as_one=runs_as_one)
     local = local.replace(lr=values.get("local.lr", local.lr), execution=execution)
     node = {name: value for name, value in config["algorithm"].items() if name != "name"}
     draw = node.pop("select")
@@ -434,31 +428,6 @@ def find_inputs(
     sizes = local.batch_size, local.execution.width, loops
     recipe = json.dumps([made_of, sorted(values), sizes], default=str)
     return Inputs(values, build_with, recipe, store)
-
-
-# what a session reads
-
-
-def build_settings(
-    config: dict[str, Any], choices: dict[str, str], width: int, data_digest: str
-) -> RunSettings:
-    """Returns what the session of a run reads of its settings.
-
-    `choices` are the options chosen in the groups of the configuration; `width` is that of
-    `Execution`; `data_digest` is that of its data, see `digest_data`.
-    """
-    return RunSettings(
-        **{name: config[name] for name in ("seed", "clients_per_round", "assignments", "resume")},
-        **{name: config["evaluate"][name] for name in ("choose", "patience")},
-        plan=Plan(**{name: config[name] for name in Plan._fields}),
-        width=width,
-        faults=Faults(**config["faults"]),
-        checkpoint=CheckpointSettings(**config["checkpoint"]),
-        data_digest=data_digest,
-        names={part: config[part]["name"] for part in ("algorithm", "dataset")},
-        choices=choices,
-        everything=config,
-    )
 
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:

@@ -18,23 +18,23 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fedjax_cfl.cli import build
+from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import measure_extras
 from fedjax_cfl.cli.outputs import print_error
-from fedjax_cfl.cli.settings import grid_axes, read_config
+from fedjax_cfl.cli.settings import complete_settings, grid_axes
 from fedjax_cfl.cli.sweep import find_obstacle, run_folders, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError, is_new
 from fedjax_cfl.library import draw_curves
 from fedjax_cfl.runs.finish import Member, attempt
-from fedjax_cfl.runs.grid import common_step, grid_points, train_grid
 from fedjax_cfl.runs.results import INDEX_FILE
 from fedjax_cfl.runs.resume import resume_grid
 from fedjax_cfl.runs.run_dir import lock, make_dir
-from fedjax_cfl.runs.session import make_console, train_in_dir, write_settings
-from fedjax_cfl.runs.settings import digest_data
+from fedjax_cfl.runs.session import grid_points, make_console, train_grid, train_in_dir
+from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings, digest_data
 from fedjax_cfl.simulation.compiler import explain_cache, use_compile_cache
 from fedjax_cfl.simulation.program import Store
-from fedjax_cfl.simulation.rounds import Setup
+from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.simulation.vectorize import NotMapped
 
 STORE = Store()  # of all runs of a sweep, which Hydra runs in one process, one after another
@@ -69,7 +69,10 @@ def run(config: DictConfig) -> int:
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
     show_notes()
-    settings, alone = read_config(config), HydraConfig.get().mode == RunMode.RUN
+    settings, alone = (
+        complete_settings(resolve_config(config)),
+        HydraConfig.get().mode == RunMode.RUN,
+    )
     run_dir = settings["run_dir"] if alone else HydraConfig.get().runtime.output_dir
     job = Job(config, settings, Path(str(run_dir)).absolute(), alone)
     try:
@@ -126,7 +129,7 @@ def list_runs(job: Job, axes: dict[str, list]) -> list[Run]:
         for name, value in {**point, "vectorize": [], "seeds": 1, "run_dir": str(folder)}.items():
             OmegaConf.update(own, name, value)
         overrides = [*shared, *(f"{name}={value}" for name, value in point.items())]
-        runs.append(Run(read_config(own), overrides, folder, may_shrink))
+        runs.append(Run(complete_settings(resolve_config(own)), overrides, folder, may_shrink))
     return runs
 
 
@@ -139,17 +142,26 @@ def run_one(run: Run, draws: bool) -> int:
     member = make_member(run, setup, local, digest_data(setup.data))
     if draws and run.settings["curves"]:
         member = member._replace(draw=draw_curves)
-    return train_in_dir(member, setup, inputs, write_settings)
+    return train_in_dir(member, setup, inputs)
 
 
 def make_member(run: Run, setup: Setup, local: Local, data_digest: str) -> Member:
     """Returns one run of a session; `local` is how the clients of its `setup` train, `data_digest`
     is that of its data.
     """
-    choices = dict(HydraConfig.get().runtime.choices)
-    settings = build.build_settings(run.settings, choices, local.execution.width, data_digest)
-    trackers, callbacks = build.build_callbacks(run.settings)
-    extras = functools.partial(measure_extras, run.settings, setup, local)
+    config = run.settings
+    settings = RunSettings(
+        **{name: config[name] for name in ("seed", "clients_per_round", "assignments", "resume")},
+        **{name: config["evaluate"][name] for name in ("choose", "patience")},
+        plan=Plan(**{name: config[name] for name in Plan._fields}),
+        width=local.execution.width,
+        checkpoint=CheckpointSettings(**config["checkpoint"]),
+        data_digest=data_digest,
+        choices=dict(HydraConfig.get().runtime.choices),
+        everything=config,
+    )
+    trackers, callbacks = build.build_callbacks(config)
+    extras = functools.partial(measure_extras, config, setup, local)
     return Member(settings, run.overrides, run.run_dir, trackers, callbacks, extras)
 
 
@@ -227,11 +239,8 @@ def run_grid(job: Job, axes: dict[str, list]) -> int:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
         starts = resume_grid(
-            [(each.settings, each.run_dir, setups[each.settings.seed]) for each in members],
-            common_step(run_folders(job.run_dir, axes)),
+            [(each.settings, each.run_dir, setups[each.settings.seed]) for each in members]
         )
-        for member in members:
-            write_settings(member)
         write_index(job.run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
     if not status and config["curves"] and job.alone:

@@ -114,7 +114,8 @@ def run_arguments(arguments: list[str]) -> int:
         return 0
     parser, given = parse_flags(arguments)
     if given.help:
-        print_help()
+        text = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]
+        print(f"{text['header']}\n\n{text['footer']}")
         return 0
     with open_hydra() as app:
         if given.hydra_help:
@@ -126,12 +127,6 @@ def run_arguments(arguments: list[str]) -> int:
         else:
             return run_settings(app, given)
     return 0
-
-
-def print_help() -> None:
-    """Prints what the command line takes."""
-    text = yaml.safe_load((CONF / "config.yaml").read_text(encoding="utf-8"))["hydra"]["help"]
-    print(f"{text['header']}\n\n{text['footer']}")
 
 
 def parse_flags(arguments: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namespace]:

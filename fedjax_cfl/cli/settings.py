@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
 
 from fedjax_cfl import validation as allowed
-from fedjax_cfl.cli.conf import PACKAGE, open_hydra, resolve_config
+from fedjax_cfl.cli.conf import PACKAGE, open_hydra
 from fedjax_cfl.cli.names import Line, compose, expand_overrides, parse_override
 from fedjax_cfl.cli.paper import load_papers
 from fedjax_cfl.client.execution import make_execution
@@ -135,11 +134,6 @@ def resolve_target(field: str, target: str) -> Callable:
     if not callable(found):
         raise InputError(f"{field}._target_={target}: cannot be called, expected a function")
     return found
-
-
-def read_config(config: DictConfig) -> dict[str, Any]:
-    """Returns the settings of a run as a dict, completed."""
-    return complete_settings(resolve_config(config))
 
 
 def complete_settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from typing import Any
 from fedjax_cfl.cli.names import Line, parse_override, text_of
 from fedjax_cfl.cli.settings import collect_settings, grid_axes
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.grid import grid_points
 from fedjax_cfl.runs.results import INDEX_FILE, METRICS_FILE, write_text
 from fedjax_cfl.runs.run_dir import check_run_dir, make_dir, refuse_links
+from fedjax_cfl.runs.session import grid_points
 from fedjax_cfl.validation import check
 
 
@@ -38,7 +38,10 @@ def begin_sweep(line: Line) -> tuple[Path, list[str]]:
     """
     places = [each for each in line.asked if each.key_or_group in ("run_dir", "hydra.sweep.dir")]
     place = [parse_override(time.strftime("run_dir=multirun/%Y%m%d-%H%M%S")), *places][-1]
-    folder, points = Path(str(place.value())), list_points(line.choices)
+    folder = Path(str(place.value()))
+    varying = itertools.product(*(options for options in line.choices if len(options) > 1))
+    # in the order in which Hydra numbers them: the last setting changes fastest
+    points = [dict(option.split("=", 1) for option in point) for point in varying]
     index = folder / INDEX_FILE
     before = index.read_bytes().splitlines() if index.is_file() else []
     # with further values at its end it is the same sweep
@@ -64,17 +67,6 @@ def suggest_room(line: Line) -> None:
                 f"each algorithm.m is compiled by itself; algorithm.max_m={most} lets the runs"
                 " share what is compiled (see the tutorial on sweeps)"
             )
-
-
-def list_points(choices: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Returns the settings in which each run of a sweep differs, in the order in which
-    Hydra numbers them: the last setting changes fastest.
-
-    `choices` holds the values of every setting, each as KEY=VALUE.
-    """
-    varying = [options for options in choices if len(options) > 1]
-    points = [[option.partition("=") for option in point] for point in itertools.product(*varying)]
-    return [{name: value for name, _, value in point} for point in points]
 
 
 def write_index(folder: Path, points: Sequence[Mapping[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from fedjax_cfl.runs.assignments import PART, format_grouping
 from fedjax_cfl.runs.display import LOG_SECONDS, format_progress
 from fedjax_cfl.runs.results import METRICS_FILE
 from fedjax_cfl.runs.saved_models import BEST_FILE, save_arrays
-from fedjax_cfl.runs.settings import RunSettings
+from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
 from fedjax_cfl.scores import find_score, score_of
 from fedjax_cfl.simulation.callback import (
     Callback,
@@ -185,14 +185,11 @@ class Checkpoints(Callback):
     with it, in best.npz, the models of the best evaluation so far, or of the chosen round.
     """
 
-    def __init__(
-        self, settings: RunSettings, setup: Setup, rows: Rows, identity: dict[str, Any], run_id: str
-    ):
-        """`rows` writes those of the run; `identity` is that of `run_identity`, `run_id` its
-        digest.
-        """
+    def __init__(self, settings: RunSettings, setup: Setup, rows: Rows):
+        """`rows` writes those of the run."""
         self.settings, self.setup, self.rows = settings, setup, rows
-        self.identity, self.run_id = identity, run_id
+        self.folder = rows.run_dir / CHECKPOINTS
+        self.identity = run_identity(settings, setup.data)
         before = results.read_metrics(rows.run_dir)
         self.best = results.summarize_rows(before)[f"best_{score_of(before).name}"]
         self.models: tuple[int, dict[str, Any]] | None = None  # of the best, if not saved
@@ -212,7 +209,12 @@ class Checkpoints(Callback):
         """Saves what is due."""
         if is_better(row, self.best):
             self.best = results.to_plain(row[find_score(row).name])
-            kept = copy_present_models(self.setup, take()) | keep_chosen(row, grouping)
+            kept = copy_present_models(self.setup, take())
+            if "chosen_round" in row:  # with who was in which group, and what each client measured
+                table = grouping.clients
+                assert table is not None  # a test of a run that chooses a round has them
+                columns = {one.name: getattr(table, one.name) for one in fields(table)}
+                kept["chosen"] = columns | {"group": grouping.groups}
             self.models = row["round"], kept
         if self.is_due(row["round"]):
             self.save(take())
@@ -222,11 +224,6 @@ class Checkpoints(Callback):
         snapshot = take()
         if int(snapshot.state.round) != self.saved[0] or self.models:
             self.save(snapshot)
-
-    @property
-    def folder(self) -> Path:
-        """Where checkpoints are."""
-        return self.rows.run_dir / CHECKPOINTS
 
     def is_due(self, done: int) -> bool:
         """Returns whether a checkpoint is due after `done` rounds."""
@@ -239,9 +236,8 @@ class Checkpoints(Callback):
         self.rows.flush()
         if self.models:
             number, kept = self.models
-            save_arrays(
-                self.rows.run_dir / BEST_FILE, kept, {"round": number, "run_id": self.run_id}
-            )
+            facts = {"round": number, "run_id": digest_identity(self.identity)}
+            save_arrays(self.rows.run_dir / BEST_FILE, kept, facts)
         rows, groups = self.rows.counts
         facts = {"counters": snapshot.counters, "rows": rows, "groups": groups}
         step, tree = int(snapshot.state.round), (snapshot.state, snapshot.data_state)
@@ -273,9 +269,7 @@ def copy_models(algorithm: Algorithm, state: State, data: FederatedData) -> dict
         return {"models": collect_models(algorithm, state, data), "index": np.array(index)}
     served = used_models(algorithm, state, data)
     kept = {"models": served.models, "index": served.model_index}
-    for name in MIXTURE:
-        if getattr(served, name) is not None:
-            kept[name] = getattr(served, name)
+    kept |= {name: part for name in MIXTURE if (part := getattr(served, name)) is not None}
     return jax.tree.map(np.array, jax.device_get(kept))
 
 
@@ -284,14 +278,3 @@ def copy_present_models(setup: Setup, snapshot: Snapshot) -> dict[str, Any]:
     state, moved, _ = snapshot
     data = moved.apply_to(setup.data) if moved else setup.data
     return copy_models(setup.algorithm, state, data)
-
-
-def keep_chosen(row: dict[str, Any], grouping: Grouping) -> dict[str, Any]:
-    """Returns what of a test is kept with the models of the chosen round: who was in which group,
-    and what each client measured; {} where no round is chosen.
-    """
-    if "chosen_round" not in row:
-        return {}
-    assert grouping.clients is not None
-    columns = {one.name: getattr(grouping.clients, one.name) for one in fields(grouping.clients)}
-    return {"chosen": columns | {"group": grouping.groups}}

@@ -15,7 +15,6 @@ from fedjax_cfl.scores import ERRORS, find_score
 
 if TYPE_CHECKING:  # JAX is not needed to compare what has run
     from fedjax_cfl.runs.settings import RunSettings
-    from fedjax_cfl.types import Algorithm
 
 Item = TypeVar("Item")
 # of scores, as curves and glossary call them
@@ -151,23 +150,22 @@ def format_progress(row: dict[str, Any]) -> str:
 
 
 def print_summary(
-    settings: "RunSettings", run_dir: Path, algorithm: "Algorithm", summary: dict, console: Console
+    settings: "RunSettings", run_dir: Path, clustered: bool, summary: dict, console: Console
 ) -> None:
-    """Prints the final table of a run, and notes about what it may hide.
-
-    Args: `settings` are those of the run; `run_dir` is where its files are; `algorithm`
-    says whether it is clustered; `summary` is that of summary.json.
+    """Prints the final table of a run, of a `clustered` method or not, and notes about what it may
+    hide; its files are in `run_dir`, and `summary` is that of summary.json.
     """
     console.print(final_table(summary))
     sizes = summary["group_sizes"] or []
     if summary["nonfinite_clients"]:
-        zeroed = settings.faults.nonfinite == "zero"
+        faults = settings.everything.get("faults", {})
+        zeroed = faults.get("nonfinite") == "zero"
         what = "updates, or own models," if settings.everything.get("personal") else "updates"
         console.print(
             f"{summary['nonfinite_clients']:,} {what} were not finite and were"
             f" {'used, with 0 in those places' if zeroed else 'left out'};"
             f" {summary['client_updates']:,} were used in all"
-            + ("" if settings.faults.nan else "; a smaller step size may help")
+            + ("" if faults.get("nan") else "; a smaller step size may help")
         )
     if summary["nonfinite_model_clients"]:
         console.print(
@@ -175,14 +173,14 @@ def print_summary(
             f" is not finite, so that there is no {find_score(summary).words}; a smaller step size"
             " may help"
         )
-    elif algorithm.clustered and len(sizes) > 1 and sum(size > 0 for size in sizes) == 1:
+    elif clustered and len(sizes) > 1 and sum(size > 0 for size in sizes) == 1:
         console.print(f"all clients ended in one group of {len(sizes)}: nothing was split")
     if summary["groupless_clients"]:
         console.print(
             f"{summary['groupless_clients']:,} clients have no training samples to choose a group"
             " by: they have no model, and are not scored"
         )
-    if algorithm.clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
+    if clustered and summary["best_of"] == 0 and not summary["nonfinite_model_clients"]:
         console.print(
             f"no {find_score(summary).words} yet: discard={settings.plan.discard} waits until every"
             " client has taken part; more rounds, or discard=none"

@@ -27,13 +27,11 @@ from fedjax_cfl.client.execution import Execution
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import format_value
 from fedjax_cfl.keys import find_seed
-from fedjax_cfl.runs.settings import CheckpointSettings, RunSettings, digest_data
+from fedjax_cfl.runs.settings import RunSettings, digest_data
 from fedjax_cfl.simulation.rounds import Plan, Setup
-from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import Key
 
 NAMED = ("algorithm", "dataset", "partition", "model")  # parts that a caller may name
-ASSIGNMENTS, CHECKPOINT = 10_000, CheckpointSettings(100, 5, 2)  # as in conf/config.yaml
 PLAIN = bool | int | float | complex | str | None
 WHERE = Execution, Mesh  # say where a run computes, not what
 OURS = "fedjax_cfl", "jax", "jaxlib", "builtins"  # what their objects hold is found elsewhere
@@ -71,20 +69,7 @@ def make_settings(setup: Setup, plan: Plan, key: Key, given: dict[str, Any]) -> 
         everything["task"] = dict(settings)
     everything |= {"given": {name: given[name] for name in given if name not in NAMED}}
     everything |= {"seed": seed, **plan._asdict(), "made_of": parts}
-    return RunSettings(
-        seed=seed,
-        plan=plan,
-        clients_per_round=None,
-        width=1,
-        faults=Faults(),
-        assignments=ASSIGNMENTS,
-        checkpoint=CHECKPOINT,
-        resume="auto",
-        data_digest=data,
-        names={"algorithm": names["algorithm"], "dataset": names["dataset"]},
-        choices=names,
-        everything=everything,
-    )
+    return RunSettings(seed, plan, data, names, everything)
 
 
 def list_given(given: dict[str, Any]) -> list[str]:

@@ -29,26 +29,45 @@ PROCESS_MAY_DIFFER += ("logger",)
 FINISHED = "already holds this run, finished after {} rounds{}; choose another or more rounds"
 
 
-def resume_grid(
-    runs: Sequence[tuple[RunSettings, Path, Setup]], until: int | None
-) -> list[Snapshot | None]:
-    """Returns where the runs of a grid stand, all after the same round, or Nones to begin.
+def common_step(run_dirs: Sequence[Path]) -> int | None:
+    """Returns the last round of which every member has a checkpoint, None where all begin.
 
-    Args: (settings, run_dir, setup) of each; `until`: the last round of which all have a
-    checkpoint, None if no member has any. If one of these cannot be read, all go further back.
-    Raises InputError as `resume_run` does.
+    All begin if no member has any checkpoint, or if a grid was killed while it wrote the first
+    ones: some have theirs of round 0, which are nothing to lose, and the others none. Raises
+    InputError if they have checkpoints of further rounds, but of no common one.
     """
-    if until is not None and all(has_ended(run[0], run[1], until) for run in runs):
+    steps = [set(list_steps(run_dir / CHECKPOINTS)) for run_dir in run_dirs]
+    if not all(steps) and set.union(*steps) <= {0}:
+        return None
+    shared = set.intersection(*steps)
+    if not shared:
+        raise InputError(
+            f"run_dir={run_dirs[0].parent}: its runs stand at different rounds; continue each by"
+            " itself, or choose another"
+        )
+    return max(shared)
+
+
+def resume_grid(runs: Sequence[tuple[RunSettings, Path, Setup]]) -> list[Snapshot] | None:
+    """Returns where the runs of a grid stand, all after the same round, None: they begin.
+
+    Args: (settings, run_dir, setup) of each. If the last checkpoint of which all have one cannot
+    be read, all go further back. Raises InputError as `common_step` and `resume_run` do.
+    """
+    until = common_step([run_dir for _, run_dir, _ in runs])
+    ended = until is not None and all(has_ended(run[0], run[1], until) for run in runs)
+    if until is None or ended:
         for run in runs:  # one of other settings or data is refused, not passed over
             with contextlib.suppress(FinishedRun):
                 resume_run(*run)
+    if until is None:
+        return None
+    if ended:
         raise FinishedRun(f"run_dir={runs[0][1].parent}: {describe_end(runs[0][0], until)}")
     while True:
-        starts = [resume_run(*run, until=until) for run in runs]
-        rounds = {int(start.state.round) for start in starts if start}
-        if None in starts and rounds == {0}:  # killed while it wrote its first checkpoints
-            return [None] * len(starts)
-        if len(rounds) < 2:
+        starts = [start for run in runs if (start := resume_run(*run, until=until))]
+        rounds = {int(start.state.round) for start in starts}
+        if len(rounds) == 1:
             return starts
         until = min(rounds)
 

@@ -1,6 +1,9 @@
-"""One run in its directory: files, checkpoints, signals and resuming. Knows nothing of Hydra."""
+"""One run in its directory, or a grid of runs trained as one program, `vectorize=[...]`: files,
+checkpoints, signals and resuming. Knows nothing of Hydra.
+"""
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -8,10 +11,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import yaml
-from jax.sharding import Mesh
 from rich.console import Console
 
 from fedjax_cfl import distributed
@@ -25,20 +29,19 @@ from fedjax_cfl.runs.labels import name_parts
 from fedjax_cfl.runs.results import SUMMARY_FILE, read_metrics, to_plain, write_text
 from fedjax_cfl.runs.resume import resume_run, sync_resume
 from fedjax_cfl.runs.run_dir import lock, make_dir
-from fedjax_cfl.runs.settings import RunSettings, digest_identity, run_identity
+from fedjax_cfl.runs.settings import RunSettings
 from fedjax_cfl.runs.trackers import Guarded
 from fedjax_cfl.simulation.callback import RunInfo, Snapshot
 from fedjax_cfl.simulation.driver import Watch, drive
 from fedjax_cfl.simulation.program import Inputs, Program, compile_run
 from fedjax_cfl.simulation.rounds import Plan, Setup
+from fedjax_cfl.simulation.vectorize import compile_members
 
 
-def train_in_dir(
-    member: Member, setup: Setup, inputs: Inputs | None, write: Callable[[Member], None]
-) -> int:
+def train_in_dir(member: Member, setup: Setup, inputs: Inputs | None) -> int:
     """Runs, or goes on with, a run in its directory, which is locked meanwhile; returns the exit
-    status as `train_run` does. `write` writes its settings, once the directory is known to be
-    this run's. Raises InputError for a directory that is not, and RunError as `train_run` does.
+    status as `train_run` does. Its settings are written once the directory is known to be this
+    run's. Raises InputError for a directory that is not, and RunError as `train_run` does.
     """
     run_dir, settings = member.run_dir, member.settings
     with contextlib.ExitStack() as locks:
@@ -46,7 +49,7 @@ def train_in_dir(
         def lock_and_resume() -> Snapshot | None:
             locks.enter_context(lock(make_dir(run_dir)))
             start = resume_run(settings, run_dir, setup, make_console(member.verbose).print)
-            write(member)
+            write_settings(member)
             return start
 
         return train_run(member, setup, inputs, sync_resume(lock_and_resume, settings, setup))
@@ -74,11 +77,7 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     `inputs` are the numbers that its programs are given, see `Inputs`, None: they hold all
     numbers; `start` is where it stands, None: it begins.
     """
-    settings, console = member.settings, make_console(member.verbose)
-    machine = describe_machine(setup.mesh)
-    tested = settings.everything.get("evaluate", {}).get("part", "test")
-    console.print(f"{headline(member)}: {format_description(setup.data, tested)}, {machine}")
-    print_met_rule(console, setup, settings)
+    settings, console = member.settings, print_head(member, setup)
     key, fresh = jax.random.key(settings.seed), start is None
 
     def compile_program(plan: Plan) -> Program:
@@ -87,39 +86,37 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     starts = None if start is None else [start]
     status, summaries = train_members([member], [setup], compile_program, starts)
     for summary in summaries:
-        print_summary(settings, member.run_dir, setup.algorithm, summary, console)
+        print_summary(settings, member.run_dir, setup.algorithm.clustered, summary, console)
         draw = partial(member.draw, member.run_dir, summary)
         attempt("curves.png is not drawn", draw, without_disk=True)
     return status
 
 
-def headline(member: Member) -> str:
-    """Returns what runs, on which data, in rich markup."""
-    names = name_parts(member.settings.names, member.overrides)
-    return f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
-
-
-def print_met_rule(console: Console, setup: Setup, settings: RunSettings) -> None:
-    """Prints from when on accuracies count, if they do so only once every client has a group."""
+def print_head(member: Member, setup: Setup, before: str = "") -> Console:
+    """Prints what runs, on which data and devices, and from when on accuracies count, if they do
+    so only once every client has a group; returns what it is printed to. `before` stands before
+    the data.
+    """
+    settings, mesh, console = member.settings, setup.mesh, make_console(member.verbose)
+    names = {part: settings.everything[part]["name"] for part in ("algorithm", "dataset")}
+    names = name_parts(names, member.overrides)
+    what = f"[bold]{escape_markup(names['algorithm'])}[/] on {escape_markup(names['dataset'])}"
+    tested = settings.everything.get("evaluate", {}).get("part", "test")
+    devices = f"{mesh.size} {mesh.devices.flat[0].platform.upper()} device{'s' * (mesh.size > 1)}"
+    hosts = f" on {jax.process_count()} hosts" * (jax.process_count() > 1)
+    described = format_description(setup.data, tested)
+    console.print(f"{what}: {before}{described}, {devices}{hosts}")
     cohort = settings.clients_per_round
     if setup.algorithm.clustered and settings.plan.discard == "met" and cohort:
         counts = setup.data.num_clients, cohort, settings.plan.rounds
         console.print(describe_met_rule(*counts), markup=False)
+    return console
 
 
 def make_console(verbose: bool = True) -> Console:
     """Returns what prints to stdout, in process 0 alone, and only if `verbose`."""
     quiet = not (verbose and distributed.is_primary())
     return Console(highlight=False, soft_wrap=True, quiet=quiet)
-
-
-def describe_machine(mesh: Mesh) -> str:
-    """Returns the devices in words."""
-    several = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
-    return (
-        f"{mesh.size} {mesh.devices.flat[0].platform.upper()}"
-        f" device{'s' * (mesh.size > 1)}{several}"
-    )
 
 
 def train_members(
@@ -190,7 +187,6 @@ def watch_run(
         settings = settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
     if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    identity = run_identity(member.settings, setup.data)
     clients = settings.draw_recorded_clients(setup.data.num_clients)
     rows = Rows(run_dir, clients, files)
     has_validation = settings.patience or settings.choose == "best_validation"
@@ -201,7 +197,7 @@ def watch_run(
         *member.callbacks,
         Log(settings, member.verbose, files),
         Interrupt(signals),
-        Checkpoints(settings, setup, rows, identity, digest_identity(identity)),
+        Checkpoints(settings, setup, rows),
     ]
     everything = dict(flatten_settings(settings.everything))
     return Watch(callbacks, RunInfo(run_dir, everything, begun))
@@ -254,3 +250,43 @@ def catch_signals() -> Iterator[list[int]]:
 def has_ended_early(settings: RunSettings, run_dir: Path) -> bool:
     """Returns whether the rows of a run say that it ends where they do."""
     return settings.patience > 0 and Validation(settings, read_metrics(run_dir)).should_stop()
+
+
+# a grid
+
+
+def grid_points(grid: dict[str, list]) -> list[dict[str, Any]]:
+    """Returns the members' settings, the first axis outermost."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def train_grid(
+    members: list[Member],
+    grid: dict[str, list],
+    setups: list[Setup],
+    make: Callable,
+    starts: list[Snapshot] | None,
+) -> int:
+    """Trains the runs of a grid as one program and writes the files of each as if it had run alone;
+    returns the exit status as `train_run` does.
+
+    Args: `grid`: the values of each setting; `setups` of each seed; `make(values)` ->
+    (Algorithm, Drift); `starts` of the members, None: they begin.
+    """
+    for member in members:
+        write_settings(member)
+    settings, first = members[0].settings, setups[0]
+    said = ", ".join(f"{name}={','.join(map(str, values))}" for name, values in grid.items())
+    print_head(members[0], first, f"{len(members)} runs as one, {said}\nthe first: ")
+    sets = [setup.data for setup in setups]
+    if len({member.settings.data_digest for member in members}) == 1:
+        sets = sets[:1]
+    inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
+    values = {name: [point[name] for point in inside] for name in inside[0]}
+    keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [settings.seed])])
+
+    def compile_program(plan: Plan) -> Program:
+        return compile_members(make, first, sets, keys, values, plan)
+
+    each = [setup for setup in setups for _ in inside]
+    return train_members(members, each, compile_program, starts)[0]

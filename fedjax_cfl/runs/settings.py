@@ -13,7 +13,6 @@ from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.assignments import sample_clients
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.simulation.rounds import Plan
-from fedjax_cfl.system.faults import Faults
 from fedjax_cfl.types import FederatedData
 from fedjax_cfl.validation import PositiveFloat, PositiveInt
 
@@ -35,16 +34,15 @@ class RunSettings(NamedTuple):
 
     seed: int
     plan: Plan
-    clients_per_round: int | None  # None: not known
-    width: int  # lanes, see `Execution`
-    faults: Faults
-    assignments: int  # clients whose groups are kept at every evaluation
-    checkpoint: CheckpointSettings
-    resume: Literal["auto", "must", "never"]
     data_digest: str  # see `digest_data`
-    names: dict[str, str]  # of the algorithm and the data set
     choices: dict[str, str]  # the option chosen in each group of the configuration
     everything: dict[str, Any]  # every setting, nested as in the configuration
+    clients_per_round: int | None = None  # None: not known
+    width: int = 1  # lanes, see `Execution`
+    # those of conf/config.yaml
+    assignments: int = 10_000  # clients whose groups are kept at every evaluation
+    checkpoint: CheckpointSettings = CheckpointSettings(100, 5, 2)
+    resume: Literal["auto", "must", "never"] = "auto"
     choose: Literal["last", "best_validation"] = "last"  # the round that is reported
     patience: int = 0  # tests without a better validation score after which it ends, 0: never
 
