@@ -2,7 +2,7 @@
 
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
@@ -111,13 +111,17 @@ def shorten(value: object) -> str:
 # settings
 
 
-def flatten_settings(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) of every leaf of a nested dict."""
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten_settings(value, f"{path}{name}.")
+def flatten_settings(
+    tree: dict, path: str = "", single: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted name, value) of every leaf of a nested dict; what has one of the `single`
+    names is a leaf, also where it is a dict.
+    """
+    for name, value in ((f"{path}{name}", value) for name, value in tree.items()):
+        if isinstance(value, dict) and name not in single:
+            yield from flatten_settings(value, f"{name}.", single)
         else:
-            yield f"{path}{name}", value
+            yield name, value
 
 
 def describe_settings(settings: Mapping[str, Any]) -> str:

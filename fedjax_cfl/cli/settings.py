@@ -20,7 +20,7 @@ from fedjax_cfl.client.execution import make_execution
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.data.scaling import Standardize
 from fedjax_cfl.errors import InputError, suggest_options
-from fedjax_cfl.formatting import format_value
+from fedjax_cfl.formatting import flatten_settings, format_value
 from fedjax_cfl.models import as_task
 from fedjax_cfl.runs.settings import CheckpointSettings
 from fedjax_cfl.simulation.rounds import Plan
@@ -210,7 +210,9 @@ def check_settings(
     """Raises InputError for the first setting of a resolved configuration that is not allowed,
     beginning with those `asked` for; `settings` go by dotted name.
     """
-    for name, value in sorted(list_leaves(config, settings), key=lambda leaf: leaf[0] not in asked):
+    single = {name for name, kinds in settings.items() if all(kind.plain for kind in kinds)}
+    leaves = flatten_settings(config, single=single)
+    for name, value in sorted(leaves, key=lambda leaf: leaf[0] not in asked):
         if value == "???":
             raise InputError(f"{name}: must be given, as {name}=VALUE")
         if name in settings:
@@ -220,20 +222,6 @@ def check_settings(
                 f"{name}={format_value(value)}: is a group of settings; change one of them, as"
                 f" {below}=VALUE"
             )
-
-
-def list_leaves(
-    node: dict, settings: Mapping[str, list[Kind]], path: str = ""
-) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted name, value) of every setting: a dict where one is given in place of a single
-    value, else what is in it.
-    """
-    for name, value in ((f"{path}{name}", value) for name, value in node.items()):
-        single = name in settings and all(kind.plain for kind in settings[name])
-        if isinstance(value, dict) and not single:
-            yield from list_leaves(value, settings, f"{name}.")
-        else:
-            yield name, value
 
 
 def grid_axes(config: dict) -> dict[str, list]:
