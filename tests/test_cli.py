@@ -142,7 +142,7 @@ REFUSED = {
     "partition.clients=0": "partition.clients=0: from 1 to 10000000",
     "partition.test_fraction=1": "partition.test_fraction=1: below 1",
     "partition=dirichlet partition.alpha=0": "partition.alpha=0: > 0",
-    "concept=rotate concept.groups=3": "concept.groups=3: one of 1, 2, 4",
+    "concept=rotate concept.groups=3": "concept.groups=3: 1, 2 or 4",
     "concept=permute_labels concept.groups=61": "concept.groups=61: 60",
     # choices
     "algorithm.measure=edd": "algorithm.measure=edd: 'edc'",

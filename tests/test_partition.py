@@ -387,7 +387,7 @@ def test_permute_labels():
 @pytest.mark.parametrize(
     ("function", "x", "groups", "says"),
     [
-        (concept.rotate, IMAGES, 3, "must be one of 1, 2, 4"),
+        (concept.rotate, IMAGES, 3, "must be 1, 2 or 4"),
         (concept.rotate, IMAGES.reshape(60, 16), 2, "samples have shape (16,)"),
         (concept.rotate, IMAGES.reshape(60, 2, 8), 2, "samples have shape (2, 8)"),
         (concept.permute_labels, IMAGES, 121, "expected 1 .. 120"),

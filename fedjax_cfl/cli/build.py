@@ -269,8 +269,7 @@ def describe_unused(config: dict[str, Any], pool: Pool, holdings: Partition) -> 
         return None
     unused = []
     if pool.client is not None:
-        # some of them may have been drawn
-        kept = np.unique(pool.client[holdings.sample], return_inverse=True)[1]
+        kept = np.unique(pool.client[holdings.sample], return_inverse=True)[1]  # perhaps not all
         unused += [] if np.array_equal(kept, holdings.owner) else ["client"]
     if pool.test is not None and not np.array_equal(pool.test[holdings.sample], holdings.test):
         unused.append("split")

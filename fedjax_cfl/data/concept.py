@@ -8,7 +8,7 @@ the true group of each client.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import numpy as np
@@ -41,7 +41,7 @@ def rotate(
     clients: int,
     num_classes: int,
     *,
-    groups: Literal[1, 2, 4] = 4,
+    groups: Annotated[int, Rule("1, 2 or 4", (1, 2, 4).__contains__)] = 4,
     shuffle: bool = True,
     seed: Seed = 0,
 ) -> ConceptArrays:
