@@ -114,10 +114,14 @@ def test_a_cut_copies_the_model_and_shares_out_the_clients(toy, linear, local):
     scores = state.rows["scores"]
     scores = scores.replace(side=jnp.asarray(side), count=scores.count.at[:, 0].set(4))
     state = state.put_rows({"scores": scores})
+    unlike = jax.tree.map(
+        lambda leaf: leaf + np.arange(3.0)[(..., *[None] * (leaf.ndim - 1))], state.groups
+    )
+    state = state.replace(groups=unlike)
     after = at_once(auxo.cut_groups, state, jnp.arange(3) == 0)
     assert after.active.tolist() == [True, True, False]
-    for leaf in jax.tree.leaves(after.groups):
-        np.testing.assert_array_equal(leaf[0], leaf[1])
+    for new, old in zip(*map(jax.tree.leaves, (after.groups, unlike)), strict=True):
+        np.testing.assert_array_equal(new, np.asarray(old)[[0, 0, 2]])
     np.testing.assert_array_equal(after.rows["scores"].group[:, 0], 1 + (prefer == 0))
     np.testing.assert_array_equal(after.rows["scores"].group[:, 1], 1 + (prefer == 1))
     np.testing.assert_array_equal(after.rows["scores"].count[:, 0], 4 * (prefer == 0))
