@@ -38,8 +38,9 @@ def test_signatures_name_what_is_allowed():
     called = {name: found for name, found in public() if name not in ("InputError", "Method")}
     shown = {name: str(inspect.signature(found)) for name, found in called.items()}
     assert len(shown) > 120
-    methods = [name for name in shown if name.startswith(("algorithms.", "personal."))]
-    assert [name for name in methods if re.search(r"Annotated|\bRule\(| at 0x", shown[name])] == []
+    long = {name for name in shown if re.search(r"Annotated|\bRule\(| at 0x", shown[name])}
+    # functions by default of what an advanced author fills in
+    assert long == {"Task", "clustered", "drift.Drift"}
     assert "m: Union[PositiveInt, jax" in shown["algorithms.ifca"]
     assert "max_m: Optional[PositiveInt] = None" in shown["algorithms.ifca"]
     names = "Literal['random', 'reject_unbalanced', 'kmeanspp_loss']"

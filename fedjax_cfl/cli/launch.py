@@ -69,10 +69,8 @@ def run(config: DictConfig) -> int:
         gc.freeze()
         gc.set_threshold(50_000, 20, 50)
     show_notes()
-    settings, alone = (
-        complete_settings(resolve_config(config)),
-        HydraConfig.get().mode == RunMode.RUN,
-    )
+    settings = complete_settings(resolve_config(config))
+    alone = HydraConfig.get().mode == RunMode.RUN
     run_dir = settings["run_dir"] if alone else HydraConfig.get().runtime.output_dir
     job = Job(config, settings, Path(str(run_dir)).absolute(), alone)
     try:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.concept import check_square
@@ -37,14 +38,17 @@ Drawn = Annotated[
     ),
 ]
 # clients of each group; drawn:N: each client draws its group, N of them is the mean
-GroupSize = Count | Drawn
-Classes = Annotated[
-    Sequence[Sequence[NaturalInt]],
-    Rule(
-        "a list of lists of classes, one for each group, as [[0,1],[2,3]]",
-        lambda value: value and all(value),
-    ),
-]
+GroupSize = TypeAliasType("GroupSize", Count | Drawn)
+Classes = TypeAliasType(
+    "Classes",
+    Annotated[
+        Sequence[Sequence[NaturalInt]],
+        Rule(
+            "a list of lists of classes, one for each group, as [[0,1],[2,3]]",
+            lambda value: value and all(value),
+        ),
+    ],
+)
 EVEN, STEP = 0.1, 0.05  # of a class, dealt evenly beside the Dirichlet shares; more, step by step
 
 

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import jax
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.federated import TURNS, check_classes
 from fedjax_cfl.errors import InputError
@@ -20,16 +21,20 @@ from fedjax_cfl.validation import NaturalInt, PositiveInt, Rule, Seed, checked
 
 __all__ = ["exchange_pairs", "permute_labels", "rotate"]
 TEN = 10  # clients are parted by the last digit of their number
-Pairs = Annotated[
-    Sequence[Sequence[NaturalInt]],
-    Rule(
-        f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
-        lambda value: (
-            0 < len(value) <= TEN
-            and all(own and len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
+Groups = TypeAliasType("Groups", Annotated[int, Rule("1, 2 or 4", (1, 2, 4).__contains__)])
+Pairs = TypeAliasType(
+    "Pairs",
+    Annotated[
+        Sequence[Sequence[NaturalInt]],
+        Rule(
+            f"a list of 1 to {TEN} lists of classes, exchanged two by two, as [[1,2],[3,4]]",
+            lambda value: (
+                0 < len(value) <= TEN
+                and all(own and len(own) % 2 == 0 and len({*own}) == len(own) for own in value)
+            ),
         ),
-    ),
-]
+    ],
+)
 ConceptArrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -41,7 +46,7 @@ def rotate(
     clients: int,
     num_classes: int,
     *,
-    groups: Annotated[int, Rule("1, 2 or 4", (1, 2, 4).__contains__)] = 4,
+    groups: Groups = 4,
     shuffle: bool = True,
     seed: Seed = 0,
 ) -> ConceptArrays:

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.federated import (
     check_classes,
@@ -38,7 +39,7 @@ CHOOSE, SWAP = 11, 12  # of `label_swap`
 OTHER_DRIFTS = "use drift=swap_all, swap_at, incremental or by_time"  # without classes
 SwapPool = Literal["all", "warm"]
 # (which pairs [K // 2] bool are to swap, and which can) -> which may
-AllowFn = Callable[[jax.Array, jax.Array], jax.Array]
+AllowFn = TypeAliasType("AllowFn", Callable[[jax.Array, jax.Array], jax.Array])
 
 
 def increasing(values: str) -> Rule:

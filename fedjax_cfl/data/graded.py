@@ -9,6 +9,7 @@ K clients, N samples, C classes, H the height and width of an image.
 from typing import Annotated, Literal
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import dealing
 from fedjax_cfl.data.concept import ConceptArrays, check_square, draw_concepts, turn_quarters
@@ -20,7 +21,7 @@ from fedjax_cfl.validation import BelowOne, Count, PositiveInt, Seed, checked, w
 # (angles, colours) of each level of P(x)
 PATTERNS = ((2, 1), (3, 1), (4, 1), (5, 1), (2, 3), (3, 3), (4, 3), (5, 3))
 LEVELS = len(PATTERNS)
-Level = Annotated[int, whole(1, LEVELS)]
+Level = TypeAliasType("Level", Annotated[int, whole(1, LEVELS)])
 COLOURS = (0, 2, 1)  # the channel that is full: red, blue, green
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.drift import RELEASE, Drift, edit_owners, increasing
 from fedjax_cfl.errors import InputError
@@ -19,9 +20,14 @@ from fedjax_cfl.validation import NaturalInt, checked, number, pick
 MAX_DENOMINATOR = 1000  # largest denominator of a released fraction
 LEAST = 1 / MAX_DENOMINATOR
 Share = Annotated[float, number(f"a number from {LEAST} to 1", ge=LEAST, le=1)]
-Shares = Annotated[Sequence[Share], increasing(f"numbers from {LEAST} to 1")]
+Schedule = TypeAliasType(
+    "Schedule", Annotated[Sequence[NaturalInt], increasing("whole numbers >= 0")]
+)
+Shares = TypeAliasType(
+    "Shares", Annotated[Sequence[Share], increasing(f"numbers from {LEAST} to 1")]
+)
 # (sizes [K] of all training samples, and of each release so far) -> of what the next fraction is
-WholeFn = Callable[[list[jax.Array]], jax.Array]
+WholeFn = TypeAliasType("WholeFn", Callable[[list[jax.Array]], jax.Array])
 
 
 class IncrementalMemory(struct.PyTreeNode):
@@ -37,7 +43,7 @@ class IncrementalMemory(struct.PyTreeNode):
 @checked("drift")
 def incremental(
     fractions: Shares = (0.25, 0.5, 0.75, 1.0),
-    schedule: Annotated[Sequence[NaturalInt], increasing("whole numbers >= 0")] = (0, 50, 100, 150),
+    schedule: Schedule = (0, 50, 100, 150),
     whole: Literal["all"] | WholeFn = "all",
 ) -> Drift:
     """From round schedule[j] on, the first ceil(fractions[j] n) samples of each

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.concept import find_part
 from fedjax_cfl.data.drift import Drift, edit_owners, increasing
@@ -23,7 +24,8 @@ from fedjax_cfl.types import FederatedData, Key, Partition, Pool
 from fedjax_cfl.validation import PositiveInt, Seed, checked, whole
 
 __all__ = ["by_stage", "federate_stages", "scheduled"]
-Rounds = Annotated[Sequence[PositiveInt], increasing("whole numbers >= 1")]
+Stages = TypeAliasType("Stages", Annotated[int, whole(2, 100)])
+Rounds = TypeAliasType("Rounds", Annotated[Sequence[PositiveInt], increasing("whole numbers >= 1")])
 FindStageFn = Callable[[jax.Array | int, int, int], jax.Array]  # (round, K, T) -> [K] int32
 
 
@@ -54,7 +56,7 @@ def by_stage(period: PositiveInt = 20, prequential: bool = True) -> Drift:
 def scheduled(
     kind: Literal["sudden", "incremental", "recurring"] = "sudden",
     rounds: Rounds = (100,),
-    stages: Annotated[int, whole(2, 100)] = 2,
+    stages: Stages = 2,
     exchange: bool = False,
     seed: Seed = 0,
 ) -> Drift:

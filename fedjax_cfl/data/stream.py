@@ -80,8 +80,8 @@ def stream(
     interval has arrived. A window of all intervals never moves: the data are static.
 
     `arrange` says when each holding arrives; `check` refuses data on the host, before anything is
-    traced. Raises InputError for a window that is not allowed,
-    and where a test needs what arrives next, but nothing does.
+    traced. Raises InputError for a window that is not allowed, and where a test needs what arrives
+    next, but nothing does.
     """
     intervals = window.intervals
     is_static = window.length == intervals

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from typing_extensions import TypeAliasType
+
 from fedjax_cfl.data.datasets.image_files import ImageSize, Mode
 from fedjax_cfl.data.datasets.readers import list_names, report_damage
 from fedjax_cfl.errors import InputError, warn_of_file
 from fedjax_cfl.types import Pool
 from fedjax_cfl.validation import NaturalInt, OptionalText, OptionalTexts, Rule, Text, checked
 
-Names = Annotated[list[Text], Rule("a list of names", bool)]
+Names = TypeAliasType("Names", Annotated[list[Text], Rule("a list of names", bool)])
 # columns that name the user, in well-known data sets
 USERS = (
     "writer_id", "user_id", "client_id", "user", "character_id", "celeb_id", "speaker_id", "subject"

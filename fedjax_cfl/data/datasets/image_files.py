@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.datasets.readers import report_damage
 from fedjax_cfl.errors import InputError
@@ -20,10 +21,13 @@ GREY = ("1", "L", "LA", "La")
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what matters is raised as well
 
 Mode = Literal["auto", "grey", "rgb"]
-ImageSize = Annotated[
-    list[Annotated[int, whole(1, 4096)]],
-    Rule("[height,width], from 1 to 4096 each", lambda value: len(value) == 2),
-]
+ImageSize = TypeAliasType(
+    "ImageSize",
+    Annotated[
+        list[Annotated[int, whole(1, 4096)]],
+        Rule("[height,width], from 1 to 4096 each", lambda value: len(value) == 2),
+    ],
+)
 
 
 def stack_images(

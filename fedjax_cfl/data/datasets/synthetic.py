@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from numpy.random import RandomState
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data.datasets.pool import check_pool
 from fedjax_cfl.errors import InputError
@@ -47,8 +48,10 @@ Words = Annotated[
         ),
     ),
 ]
-Changes = Literal["A", "B", "C", "D", "E", "F"] | Words
-Limits = Annotated[Sequence[float], Rule("a list of one or more numbers", bool)]
+Changes = TypeAliasType("Changes", Literal["A", "B", "C", "D", "E", "F"] | Words)
+Limits = TypeAliasType(
+    "Limits", Annotated[Sequence[float], Rule("a list of one or more numbers", bool)]
+)
 
 
 @checked("dataset.source")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
+from typing_extensions import TypeAliasType
 
 from fedjax_cfl.data import tables
 from fedjax_cfl.data.datasets.download import require
@@ -23,11 +24,14 @@ if TYPE_CHECKING:
 
 ELEC2 = "elec2/elec.csv.gz"
 ELEC2_FEATURES = ["period", "nswprice", "nswdemand", "vicprice", "vicdemand", "transfer"]
-Sign = Annotated[
-    str, Rule("one character, or tab", lambda value: value == "tab" or len(value) == 1)
-]
-Name = Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
-Names = Name | Annotated[list[Name], Rule("a list of names", bool)]
+Sign = TypeAliasType(
+    "Sign",
+    Annotated[str, Rule("one character, or tab", lambda value: value == "tab" or len(value) == 1)],
+)
+Name = TypeAliasType(
+    "Name", Annotated[str | int, Rule("the name of a column", lambda value: value != "")]
+)
+Names = TypeAliasType("Names", Name | Annotated[list[Name], Rule("a list of names", bool)])
 
 
 @checked("dataset.source")
