@@ -21,7 +21,7 @@ LINES = {
     "cli": 3052,
     "client": 2341,
     "clustering": 1977,
-    "data": 6796,
+    "data": 6797,
     "models": 1292,
     "personal": 1106,
     "round": 1156,
@@ -30,7 +30,7 @@ LINES = {
     "system": 1570,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 39_605, 2061
+ALL_LINES, IMPORT_LINES = 39_606, 2061
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

@@ -485,3 +485,12 @@ def test_a_comma_more_in_the_line_of_names_is_no_column(tmp_path, capsys):
     (tmp_path / "a.csv").write_text("a,b,y,\n1,2.5,0\n2,3,1\n")
     assert csv(tmp_path / "a.csv", y="y").columns == ("a", "b")
     assert capsys.readouterr().err == ""
+
+
+def test_words_of_text_keep_their_commas(tmp_path):
+    """What looks like a number in a column of text is text, whatever the decimal point is."""
+    (tmp_path / "own.csv").write_text("a;b;label\n1,5;x;0\n1.5;y;1\nz;x;0\n0,5;y;1\n")
+    pool = csv(
+        tmp_path / "own.csv", "label", ["a", "b"], delimiter=";", decimal=",", number_text=True
+    )
+    assert len({*pool.x[:, 0].tolist()}) == 4

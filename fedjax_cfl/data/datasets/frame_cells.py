@@ -94,7 +94,8 @@ def _parse(words: pd.Series, decimal: str) -> pd.Series:
 def read_feature(table: Table, name: str, number_text: bool) -> np.ndarray:
     """Returns a column of features [N], of text as numbers in sorted order."""
     if number_text and find_kind(table.frame[name]) == "text":
-        return number_names(table.name, name, read_words(table, name))[1]
+        words = read_words(table._replace(decimal="."), name)  # of text a comma is a comma
+        return number_names(table.name, name, words)[1]
     return read_numbers(table, name)
 
 
