@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import linear_sum_assignment
-from scipy.stats.contingency import crosstab
 
 from fedjax_cfl.analysis import flows, plot
 from fedjax_cfl.runs.assignments import Assignments
@@ -215,7 +214,7 @@ def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None
 def _draw_contingency(axes: Axes, group: np.ndarray, concept: np.ndarray) -> None:
     met = group >= 0
     found, true = np.unique(group[met]), np.unique(concept[met])
-    counts = np.asarray(crosstab(group, concept, levels=(found, true)).count)
+    counts = flows.count_shared(group == found[:, None], concept == true[:, None])
     rows, columns = linear_sum_assignment(-counts)
     first = pd.Series(columns, rows).reindex(range(found.size), fill_value=true.size)
     by_truth = first.sort_values(kind="stable").index
