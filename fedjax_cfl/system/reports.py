@@ -9,7 +9,6 @@ What is called several times in a round is jitted here, so that it is traced onc
 
 from collections.abc import Iterable
 from dataclasses import fields
-from functools import reduce
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,11 @@ def add_counts(one: jax.Array, other: jax.Array) -> jax.Array:
     return jnp.stack(_add_words(_words_of(one), _words_of(other)), axis=-1)
 
 
-def sum_counts(counts: jax.Array) -> jax.Array:
-    """Returns the sum [2] of counts [..., 2] over all leading axes."""
+def sum_counts(counts: jax.Array, kept: int = 0) -> jax.Array:
+    """Returns the sums [..., 2] of counts [..., 2] over all leading axes but the last `kept`."""
     zero = jnp.zeros((), jnp.uint32)
-    axes = tuple(range(counts.ndim - 1))
-    return jnp.stack(lax.reduce(_words_of(counts), (zero, zero), _add_words, axes))
+    axes = tuple(range(counts.ndim - 1 - kept))
+    return jnp.stack(lax.reduce(_words_of(counts), (zero, zero), _add_words, axes), axis=-1)
 
 
 def count_to_int(count: ArrayLike) -> int:
@@ -116,11 +115,12 @@ def no_traffic() -> Traffic:
 def add_to_ledger(traffic: Traffic, *bills: Bill) -> Traffic:
     """Returns the traffic, summed over leading axes if it has any, and that of bills together."""
 
-    def add(name: str) -> jax.Array:
-        counts = getattr(traffic, name), *(make_count(getattr(bill, name)) for bill in bills)
-        return reduce(add_counts, map(sum_counts, counts))
-
-    return Traffic(*(add(field.name) for field in fields(Traffic)))
+    # all four are summed together: of each by itself the program would be a tenth larger
+    names = [field.name for field in fields(Traffic)]
+    before = jnp.stack([getattr(traffic, name) for name in names], axis=-2)
+    paid = [jnp.stack([getattr(bill, name) for name in names], axis=-1) for bill in bills]
+    counts = before.reshape(-1, len(names), 2), *map(make_count, paid)
+    return Traffic(*sum_counts(jnp.concatenate(counts), kept=1))
 
 
 def count_bytes(traffic: Traffic, model_bytes: int) -> tuple[int, int]:
