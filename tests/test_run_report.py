@@ -9,6 +9,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -421,6 +423,17 @@ def test_pictures_keep_their_colours(runs):
         for content in (exact.getvalue(), to_png(figure))
     )
     assert np.abs(drawn - kept).max(axis=-1).mean() < 0.5
+
+
+def test_what_a_short_run_would_wait_for_is_not_imported(runs):
+    """Of the default command pandas alone would be a tenth."""
+    code = "import sys; from fedjax_cfl.analysis.plot import plot_curves; plot_curves(sys.argv[1]);"
+    code += "print({'pandas', 'scipy.stats', 'jax'} & {*sys.modules})"
+    told = subprocess.run([sys.executable, "-c", code, runs / "ifca" / "0"], capture_output=True)
+    assert told.stdout == b"set()\n", told.stderr.decode()
+    code = "import sys, fedjax_cfl.analysis.compare; print({'scipy.stats', 'jax'} & {*sys.modules})"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True)
+    assert told.stdout == b"set()\n", told.stderr.decode()
 
 
 # numbers

@@ -267,11 +267,13 @@ def _to_numpy(name: str, column: Any) -> np.ndarray:
             raise ValueError(f"lists of column {name} are empty or not equally long")
         return _to_numpy(name, column.flatten()).reshape(len(column), -1)
     whole = name in WHOLE or pa.types.is_integer(kind)
-    if name != "client":
-        column = column.cast(pa.int64() if whole else pa.float64())
     if column.null_count and (whole or name == "client"):
         raise ValueError(f"column {name} has nulls")
-    return np.array(column.to_pylist() if name == "client" else column.to_numpy(False))
+    if name != "client":
+        column = column.cast(pa.int64() if whole else pa.float64())
+        if not column.null_count:  # not `to_numpy`, which imports pandas
+            return np.array(np.from_dlpack(column))
+    return np.array(column.to_pylist(), None if name == "client" else float)
 
 
 def read_settings(run_dir: str | Path) -> dict[str, Any]:
