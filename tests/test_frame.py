@@ -176,6 +176,27 @@ def test_an_index_that_was_written_twice_is_left_out(tmp_path):
         assert cfl.from_frame(frame, "y", client="who").client_names == ("u", "v")
 
 
+@pytest.mark.parametrize("index", ["key", ["key", None]])
+@pytest.mark.parametrize("kind", ["frame", "arrow", "file", "folder"])
+def test_an_index_is_no_feature_unless_it_is_named(kind, index, tmp_path, capsys):
+    frame = pd.DataFrame({**SOUND, "key": np.repeat(RNG.permutation(ROWS // 4) * 7, 4)})
+    keys = [frame[name] if name else frame.index for name in np.atleast_1d(index)]
+    frame = frame.drop(columns="key").set_index(keys)
+    read, path = cfl.from_frame, frame
+    if kind == "arrow":
+        path = pa.Table.from_pandas(frame)
+    elif kind != "frame":
+        files = {f"{name}.parquet": frame for name in ("ab" if kind == "folder" else "a")}
+        read, path = parquet, write_folder(tmp_path, **files)
+        path = path if kind == "folder" else path / "a.parquet"
+    assert read(path, "y").columns == ("a", "b")
+    said = "columns 'key'" if index == "key" else "columns 'key', 'level_1'"
+    assert f"{said} are the index and not used" in capsys.readouterr().err
+    assert len(read(path, "y", client="key").client_names) == ROWS // 4
+    assert read(path, "key", num_classes=0).columns == ("a", "b", "y")
+    assert read(path, "y", x=["a", "key"]).columns == ("a", "key")
+
+
 @pytest.mark.parametrize("kind", ["frame", *READERS])
 @pytest.mark.parametrize(
     ("column", "says"),

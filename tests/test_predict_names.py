@@ -38,7 +38,8 @@ def folder(tmp_path_factory):
         patch.chdir(folder)
         frame.to_csv("own.csv", index=False)
         frame.to_json("own.jsonl", orient="records", lines=True, double_precision=15)
-        frame.to_parquet("own.parquet")
+        turns = pd.Index(rng.normal(size=len(frame)), name="turn")  # which is no feature
+        frame.set_index(turns).to_parquet("own.parquet")
         np.savez("uint8.npz", **pixels)
         np.savez("float.npz", **pixels | {"x": pixels["x"].astype(np.float32)})
         for kind in ("csv", "jsonl", "parquet"):
@@ -86,6 +87,7 @@ ALIKE = {
     "blanks": lambda frame: frame.rename(columns=lambda name: f" {name} "),
     "more columns": lambda frame: frame.assign(winds=1.5, day="2026-01-01"),
     "no note": lambda frame: frame.drop(columns="note"),
+    "an index": lambda frame: frame.assign(turn=0.5),
     "row numbers": lambda frame: frame.reset_index(names="Unnamed: 0"),
     "sorted by label": lambda frame: frame.sort_values("state"),
     "a part of it": lambda frame: frame[frame["part"] == 1],

@@ -39,6 +39,7 @@ class Table(NamedTuple):
     name: str  # what messages call it
     files: tuple[tuple[str, int], ...] = ()  # of a folder: name and rows of each file, in order
     decimal: str = "."  # the decimal point of numbers in text
+    row_names: tuple[str, ...] = ()  # columns that were an index of pandas
 
     def describe_row(self, row: int) -> str:
         """Returns what a message calls a row, by its place in the frame, from 0 on."""
@@ -87,17 +88,18 @@ def read_table(
         "csv": read_csv, "jsonl": read_jsonl, "parquet": pd.read_parquet,
     }[kind]  # fmt: skip
     expected, home = EXPECTED[kind].format(delimiter=delimiter), os.path.expanduser(path)
-    files, frames = list_files(path, ENDINGS[kind]), []
+    files, frames, row_names = list_files(path, ENDINGS[kind]), [], ()
     for file in files:
         away = "an address that answers, of " if "://" in file else ""
         if not away:
             check_kind(file, kind)
         with report_damage(file, f"{away}{expected}{OTHERS}"):
-            frame = clean_frame(read(file), file)
+            table = clean_frame(read(file), file)
         parts = os.path.relpath(file, home).split(os.sep)[:-1]
         above = dict(part.split("=", 1) for part in parts if "=" in part)
-        frames.append(frame.assign(**{key: unquote(value) for key, value in above.items()}))
-    return join_files(str(path), files, frames)._replace(decimal=decimal)
+        row_names += table.row_names
+        frames.append(table.frame.assign(**{key: unquote(value) for key, value in above.items()}))
+    return join_files(str(path), files, frames)._replace(decimal=decimal, row_names=row_names)
 
 
 def check_kind(file: str, kind: Kind) -> None:
@@ -138,11 +140,13 @@ def list_files(path: str | Path, endings: str) -> list[str]:
     return [os.path.join(path, each) for each in sorted(stems, key=lambda e: order[stems[e]])]
 
 
-def clean_frame(frame: "pd.DataFrame", name: str) -> "pd.DataFrame":
+def clean_frame(frame: "pd.DataFrame", name: str) -> Table:
     """Returns a frame with its named index as columns, and with `clean_columns`."""
-    if any(level is not None for level in frame.index.names):
+    levels = frame.index.nlevels if any(level is not None for level in frame.index.names) else 0
+    if levels:
         frame = frame.reset_index(allow_duplicates=True)  # which are refused below
-    return frame.set_axis(clean_columns(name, list(frame.columns)), axis=1)
+    names = clean_columns(name, list(frame.columns))
+    return Table(frame.set_axis(names, axis=1), name, row_names=tuple(names[:levels]))
 
 
 def clean_columns(name: str, columns: Sequence[Any]) -> list[str]:

@@ -26,6 +26,7 @@ SIDE = re.compile(r"(?<![a-z])(train|test)(ing)?(?![a-z])", re.IGNORECASE)  # of
 # row numbers as pandas and Arrow write them, and what people call them
 WRITTEN = re.compile(r"|unnamed: \d+(\.\d+)*|__index_level_\d+__", re.IGNORECASE)
 COUNTER = re.compile(r"(row|sample)?[ _]?(id|idx|index|no|nr|number)|level_\d+|row", re.IGNORECASE)
+WORDS = "hold no numbers and are"
 ROWS = 20  # in fewer rows anything may count them or tell the label, by chance
 SAMPLE = 2000  # rows that are looked at first
 
@@ -54,13 +55,13 @@ def describe(arguments: dict[str, Any]) -> Source:
 
 
 def to_table(table: Any, name: str) -> Table:
-    """Returns a DataFrame of pandas or a table of Arrow, with its named index as columns."""
+    """Returns a DataFrame of pandas or a table of Arrow, see `clean_frame`."""
     if hasattr(table, "to_pandas"):
         table = table.to_pandas()
     if not isinstance(table, pd.DataFrame):
         said = type(table).__name__
         raise InputError(f"{name}: is a {said}, expected a pandas.DataFrame or a pyarrow.Table")
-    return Table(clean_frame(table, name), name)
+    return clean_frame(table, name)
 
 
 def make_pool(table: Table, source: Source) -> Pool:
@@ -203,28 +204,35 @@ def describe_columns(name: str, there: list[str]) -> str:
 
 def find_features(table: Table, kinds: dict[str, cells.Kind], number_text: bool) -> list[str]:
     """Returns the columns of features of a table whose x is not named: of numbers (or text, with
-    `number_text`) that are no row numbers, or the one of lists or images. Says which columns are
-    left out.
+    `number_text`) that are no row numbers or index, or the one of lists or images. Says which
+    columns are left out.
     """
     allowed = ("numbers", "text") if number_text else ("numbers",)
-    empty = [name for name in kinds if not name and table.frame[name].isna().all()]
-    counters = [name for name in kinds if name not in empty and _counts_rows(table, name)]
-    rest = [name for name in kinds if name not in empty + counters]
-    features = [name for name in rest if kinds[name] in allowed]
-    whole = [name for name in rest if kinds[name] in ("lists", "images")]
+    groups: dict[str, list[str]] = {"": []}  # by why they are left out
+    for name, kind in kinds.items():
+        if not name and table.frame[name].isna().all():
+            continue
+        if name in table.row_names:
+            why = "are the index and"
+        elif _counts_rows(table, name):
+            why = "are row numbers and"
+        else:
+            why = "" if kind in (*allowed, "lists", "images") else WORDS
+        groups.setdefault(why, []).append(name)
+    taken = groups.pop("")
+    features = [name for name in taken if kinds[name] in allowed]
+    whole = [name for name in taken if name not in features]
     if whole and (features or len(whole) > 1):
         raise InputError(
             f"{table.name}: columns {list_names([*whole, *features])} could be the features,"
             " expected x=NAME or a list of names"
         )
-    left = [name for name in rest if name not in features + whole]
-    said = []
-    if left:
-        said = [f"columns {', '.join(map(shorten, left[:9]))} hold no numbers and are not used"]
-    if counters:
-        said += [f"columns {', '.join(map(shorten, counters[:9]))} are row numbers and not used"]
+    said = [
+        f"columns {', '.join(map(shorten, names[:9]))} {why} not used"
+        for why, names in groups.items()
+    ]
     if said:
-        hint = ", or set number_text=true" if left else ""
+        hint = ", or set number_text=true" if WORDS in groups else ""
         warn_of_file(f"{table.name}: {'; '.join(said)}; name the features in x{hint}")
     return features or whole
 
