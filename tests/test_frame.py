@@ -176,6 +176,34 @@ def test_an_index_that_was_written_twice_is_left_out(tmp_path):
         assert cfl.from_frame(frame, "y", client="who").client_names == ("u", "v")
 
 
+@pytest.mark.parametrize("kind", ["frame", *READERS])
+def test_an_empty_column_is_left_out_unless_it_is_named(kind, tmp_path, capsys):
+    frame = pd.DataFrame({"none": [None] * ROWS, **SOUND, "nan": np.full(ROWS, np.nan)})
+    for text in (False, True):
+        assert read_as(kind, frame, tmp_path, number_text=text).columns == ("a", "b")
+    said = capsys.readouterr().err
+    assert said.count("columns 'none', 'nan' are empty and not used\n") == said.count("\n") == 2
+    one_line("column nan has no value in row 1", read_as, kind, frame, tmp_path, x=["a", "nan"])
+    frame["id"] = np.arange(ROWS)
+    read_as(kind, frame, tmp_path)
+    assert "; columns 'id' are row numbers and not used; name the" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", READERS)
+def test_a_column_is_empty_where_all_files_have_none_of_it(kind, tmp_path):
+    sides = {side: pd.DataFrame({**SOUND, "c": [None] * ROWS}) for side in ("train", "test")}
+    files = {f"{side}.{kind}": frame for side, frame in sides.items()}
+    pool = READERS[kind](write_folder(tmp_path, **files), "y")
+    assert pool.columns == ("a", "b") and pool.test.sum() == ROWS
+    files[f"test.{kind}"] = sides["test"].assign(c=1.5)
+    one_line(f"column c has no value in row 1 of train.{kind}", READERS[kind],
+             write_folder(tmp_path, **files), "y")  # fmt: skip
+    files[f"test.{kind}"] = sides["test"].assign(c="word")
+    assert READERS[kind](write_folder(tmp_path, **files), "y").columns == ("a", "b")
+    files[f"test.{kind}"] = sides["test"].drop(columns="c")
+    assert READERS[kind](write_folder(tmp_path, **files), "y").columns == ("a", "b")
+
+
 @pytest.mark.parametrize("index", ["key", ["key", None]])
 @pytest.mark.parametrize("kind", ["frame", "arrow", "file", "folder"])
 def test_an_index_is_no_feature_unless_it_is_named(kind, index, tmp_path, capsys):

@@ -36,6 +36,7 @@ def folder(tmp_path_factory):
     pixels["y"] = (pixels["x"].mean((1, 2)) > 127).astype(int)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
+        frame = frame.assign(spare=None)  # which is empty, and no feature
         frame.to_csv("own.csv", index=False)
         frame.to_json("own.jsonl", orient="records", lines=True, double_precision=15)
         turns = pd.Index(rng.normal(size=len(frame)), name="turn")  # which is no feature
@@ -87,6 +88,9 @@ ALIKE = {
     "blanks": lambda frame: frame.rename(columns=lambda name: f" {name} "),
     "more columns": lambda frame: frame.assign(winds=1.5, day="2026-01-01"),
     "no note": lambda frame: frame.drop(columns="note"),
+    "an empty column": lambda frame: frame.assign(spare=None),
+    "a full column": lambda frame: frame.assign(spare=1.5),
+    "a gap in it": lambda frame: frame.assign(spare=[1.5] + [None] * (len(frame) - 1)),
     "an index": lambda frame: frame.assign(turn=0.5),
     "row numbers": lambda frame: frame.reset_index(names="Unnamed: 0"),
     "sorted by label": lambda frame: frame.sort_values("state"),

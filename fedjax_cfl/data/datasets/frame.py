@@ -26,7 +26,7 @@ SIDE = re.compile(r"(?<![a-z])(train|test)(ing)?(?![a-z])", re.IGNORECASE)  # of
 # row numbers as pandas and Arrow write them, and what people call them
 WRITTEN = re.compile(r"|unnamed: \d+(\.\d+)*|__index_level_\d+__", re.IGNORECASE)
 COUNTER = re.compile(r"(row|sample)?[ _]?(id|idx|index|no|nr|number)|level_\d+|row", re.IGNORECASE)
-WORDS = "hold no numbers and are"
+EMPTY, WORDS = "are empty and", "hold no numbers and are"  # why columns are not used
 ROWS = 20  # in fewer rows anything may count them or tell the label, by chance
 SAMPLE = 2000  # rows that are looked at first
 
@@ -210,15 +210,16 @@ def find_features(table: Table, kinds: dict[str, cells.Kind], number_text: bool)
     allowed = ("numbers", "text") if number_text else ("numbers",)
     groups: dict[str, list[str]] = {"": []}  # by why they are left out
     for name, kind in kinds.items():
-        if not name and table.frame[name].isna().all():
-            continue
-        if name in table.row_names:
+        if table.frame[name].isna().all():
+            why = EMPTY
+        elif name in table.row_names:
             why = "are the index and"
         elif _counts_rows(table, name):
             why = "are row numbers and"
         else:
             why = "" if kind in (*allowed, "lists", "images") else WORDS
-        groups.setdefault(why, []).append(name)
+        if name or why != EMPTY:  # that of a sign at the end of each line is not worth a word
+            groups.setdefault(why, []).append(name)
     taken = groups.pop("")
     features = [name for name in taken if kinds[name] in allowed]
     whole = [name for name in taken if name not in features]
@@ -232,8 +233,9 @@ def find_features(table: Table, kinds: dict[str, cells.Kind], number_text: bool)
         for why, names in groups.items()
     ]
     if said:
-        hint = ", or set number_text=true" if WORDS in groups else ""
-        warn_of_file(f"{table.name}: {'; '.join(said)}; name the features in x{hint}")
+        hint = "; name the features in x" if {*groups} - {EMPTY} else ""
+        hint += ", or set number_text=true" if WORDS in groups else ""
+        warn_of_file(f"{table.name}: {'; '.join(said)}{hint}")
     return features or whole
 
 

@@ -24,7 +24,7 @@ NO_FEATURE = "leave the column out of x, or set number_text=true to number text 
 def find_kind(column: pd.Series) -> Kind:
     """Returns what a column holds."""
     inferred = infer_type(column)
-    if inferred in NUMBERS:
+    if inferred in (*NUMBERS, "empty"):
         return "numbers"
     if inferred in ("date", "datetime", "datetime64"):
         return "dates"

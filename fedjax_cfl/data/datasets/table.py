@@ -66,9 +66,9 @@ def from_frame(
     around them are left out, accents are composed, and 1.0 is 1. Dates in ISO 8601 become whole
     seconds since the first.
 
-    Where `x` is None, row numbers, as pandas writes them, its named index, and columns without
-    numbers are left out, which is said, and a column that counts the rows or that tells y alone is
-    refused.
+    Where `x` is None, row numbers, as pandas writes them, its named index, and columns that are
+    empty or hold no numbers are left out, which is said, and a column that counts the rows or that
+    tells y alone is refused.
     Raises InputError for missing values, for text among numbers, with column and row, for classes
     that differ in a sign at their end alone, unless `num_classes` counts them, and for what `npz`
     would refuse.
