@@ -23,7 +23,7 @@ from fedjax_cfl.analysis import compare, pivot, plot, sets
 from fedjax_cfl.analysis.report import report
 from fedjax_cfl.analysis.sets import compare_to_baseline, read_sets, time_to_keep
 from fedjax_cfl.analysis.statistics import MAX_PAIRED_SETS, list_differences
-from fedjax_cfl.analysis.tables import MEASURES, format_mean
+from fedjax_cfl.analysis.tables import MEASURES, fit_digits, format_mean, format_number
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs.display import chance_all_met, describe_met_rule
 from fedjax_cfl.runs.labels import name_parts
@@ -337,7 +337,7 @@ def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
     compare.main([str(tmp_path), "--out", "by-data", "--pivot", "algorithm", "dataset"])
     text = Path("by-data/pivot.md").read_text()
     assert text.startswith("|  | digits, final % | houses, final RMSE |\n")
-    assert "| FedAvg | 50.00 | 3 |\n| IFCA | 75.00 | 2 |" in text
+    assert "| FedAvg | 50.00 | 3.000 |\n| IFCA | 75.00 | 2.000 |" in text
     ranks = {place: cell["rank"] for place, cell in read_pivot(Path("by-data")).items()}
     assert ranks["IFCA", "houses"] == "first"
     numbers = read_sets([tmp_path / "numbers0", tmp_path / "numbers1"])
@@ -347,7 +347,7 @@ def test_each_task_of_a_pivot_shows_its_own_score(tmp_path, monkeypatch):
     compare.main([str(tmp_path), "--out", "by-method", *asked])
     text = Path("by-method/pivot.md").read_text()  # the columns mix scores: none is the best
     assert "| digits, best over tests % | 50.00 | 75.00 |" in text
-    assert "| houses, best over tests RMSE | 3 | 2 |" in text
+    assert "| houses, best over tests RMSE | 3.000 | 2.000 |" in text
     compare.main([str(tmp_path / "numbers0"), "--out", "one", "--pivot", "algorithm", "dataset"])
     assert Path("one/pivot.md").read_text().startswith("|  | houses |")
     monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
@@ -413,7 +413,8 @@ def test_a_table_fits_its_terminal_and_is_whole_elsewhere(width, swept, monkeypa
         ((8.04, 0.03252, 3), "best_rmse", "8.040 ± 0.033"),
         ((123.456, 7.0, 3), "mae", "123.5 ± 7.0"),
         ((2.5e-6, 1e-7, 3), "mae", "2.5e-06 ± 1e-07"),
-        ((8.04, math.nan, 1), "mae", "8.04 (1/3)"),
+        ((52345.6, 7.89, 3), "mae", "52,346 ± 8"),
+        ((8.04, math.nan, 1), "mae", "8.040 (1/3)"),
         ((0.5, 0.0123, 3), "best_accuracy", "50.00 ± 1.23"),
         ((0.5, 0.0, 3), "best_accuracy", "50.00 ± 0.00"),
         ((4.0, 0.0, 3), "evaluations", "4"),
@@ -422,7 +423,48 @@ def test_a_table_fits_its_terminal_and_is_whole_elsewhere(width, swept, monkeypa
     ],
 )
 def test_a_deviation_has_the_decimals_of_its_mean(estimate, measure, text):
-    assert format_mean(estimate, 3, MEASURES[measure]) == text
+    fitted = fit_digits(MEASURES[measure], estimate[:1])
+    assert format_mean(estimate, 3, fitted) == text
+
+
+@pytest.mark.parametrize(
+    ("column", "texts"),
+    [
+        ([3.14159, 12.56637, 0.98712], "3.142 12.566 0.987"),
+        ([0.98712, 2.5e9], "0.9871 2,500,000,000.0000"),  # the lower of two
+        ([0.98712, 1.5, 2.5e30, math.nan, math.inf], "0.987 1.500 2.5e+30 nan inf"),
+        ([0.0, 3e-4, -0.1234, 0.2], "0.0000 0.0003 -0.1234 0.2000"),
+        ([0.0, math.nan], "0 nan"),
+        ([2.5e-6, 1.0], "2.5e-06 1"),
+    ],
+)
+def test_numbers_of_a_column_have_as_many_decimals(column, texts):
+    fitted = fit_digits(MEASURES["final_rmse"], column)
+    assert " ".join(format_number(value, fitted) for value in column) == texts
+    assert fit_digits(MEASURES["ari"], column) == MEASURES["ari"]
+
+
+def test_every_table_has_as_many_decimals_of_rmse_in_a_column(tmp_path, monkeypatch, capsys):
+    scores = {"fedavg": (3.1, 3.18318), "ifca": (12.5, 12.63274), "flexcfl": (0.98, 0.99424)}
+    for method, values in scores.items():
+        for seed, score in enumerate(values):
+            named = SUMMARY | {"algorithm": method, "dataset": "houses", "overrides": []}
+            run = tmp_path / f"{method}{seed}"
+            run_of(run, named | {"seed": seed}, json.dumps({"round": 1, "rmse": score}) + "\n")
+    compare.main([str(tmp_path), "--out", "out", "--pivot", "algorithm", "dataset"])
+    shown = "3.142 ± 0.059", "12.566 ± 0.094", "0.987 ± 0.010"
+    written = [Path("out", name).read_text() for name in ("compare.md", "pivot.md", "pivot.tex")]
+    for text in (capsys.readouterr().out, *written):
+        assert all(cell in text.replace(r"$\pm$", "±") for cell in shown), text
+    for table, prefix in (("compare", "final_rmse_"), ("pivot", "")):
+        rows = pd.read_csv(f"out/{table}.csv").to_dict("records")
+        cells = [f"{row[f'{prefix}mean']:.3f} ± {row[f'{prefix}sd']:.3f}" for row in rows]
+        assert sorted(cells) == sorted(shown)
+    monkeypatch.setattr("fedjax_cfl.analysis.report.to_png", lambda figure: b"")
+    page = report([tmp_path], "page.html").read_text()
+    assert all(cell in page for cell in shown)
+    # differences of pairs
+    assert all(cell in page for cell in ("-2.154 ± 0.049", "-11.579 ± 0.084", "-9.425 ± 0.035"))
 
 
 @pytest.mark.parametrize(

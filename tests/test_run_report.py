@@ -45,6 +45,7 @@ from fedjax_cfl.analysis.report import (
 )
 from fedjax_cfl.analysis.runs import read_run
 from fedjax_cfl.analysis.sets import label_runs
+from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results
 from fedjax_cfl.runs.assignments import Assignments
@@ -499,13 +500,14 @@ def test_the_chance_of_a_difference_is_that_of_scipy():
 
 def test_only_what_an_exact_test_says_after_correction_is_bold(page):
     row = {"mean": 0.02, "sd": 0.01, "low": 0.01, "high": 0.03, "seeds": 3, "ahead": 3, "behind": 0}
-    assert format_difference(row | {"p": 0.25, "p_holm": 0.5}, "final_accuracy") == {
+    assert format_difference(row | {"p": 0.25, "p_holm": 0.5}, MEASURES["final_accuracy"]) == {
         "texts": ["+2.00 ± 1.00", "+1.00 to +3.00", "3 better, 0 worse", "p 0.25, Holm 0.5"],
         "differs": False,
     }
-    assert format_difference(row | {"p": 0.01, "p_holm": 0.04}, "final_accuracy")["differs"]
+    sure = row | {"p": 0.01, "p_holm": 0.04}
+    assert format_difference(sure, MEASURES["final_accuracy"])["differs"]
     one = row | {"seeds": 1, "sd": np.nan, "p": np.nan, "p_holm": np.nan}
-    assert format_difference(one, "ari") == {"texts": ["+0.020"], "differs": False}
+    assert format_difference(one, MEASURES["ari"]) == {"texts": ["+0.020"], "differs": False}
     # the two methods are the same runs here
     assert 'class="differs"' not in page
     # of six seeds that agree the test alone says 0.031, of three pairs corrected 0.094

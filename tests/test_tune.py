@@ -21,6 +21,7 @@ from fedjax_cfl.cli.build import (
 )
 from fedjax_cfl.data.dealing import set_apart_validation
 from fedjax_cfl.errors import InputError, SaidBefore
+from fedjax_cfl.scores import RMSE
 from fedjax_cfl.types import Partition
 
 SIZES, TESTS = (9, 10, 37), 3  # of clients' training, and of the tests of each
@@ -117,6 +118,14 @@ def test_trials_count_updates_that_were_not_finite(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "1 of 2 trials had updates of clients that were not finite: they come last" in out
     assert out.index("50.00%") < out.index("90.00%")
+
+
+def test_trials_have_as_many_decimals_of_rmse(capsys):
+    found = [trials.Trial({"local.lr": str(n)}, [score], [3.0], RMSE)
+             for n, score in enumerate((0.98712, 3.14159, 12.56637, np.inf))]  # fmt: skip
+    tune.show(found, found[0], found[0])
+    out = capsys.readouterr().out
+    assert all(f" {score} " in out for score in ("0.987", "3.142", "12.566", "inf"))
 
 
 @pytest.mark.parametrize("flag", ["seeds", "trial_seeds"])

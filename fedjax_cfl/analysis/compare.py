@@ -127,7 +127,11 @@ def format_sets(
     """Returns the lines of the table, the first one its headings; `measured` is `list_measures` of
     the runs.
     """
-    shown = {name: m for name, m in tables.MEASURES.items() if runs[name].notna().any()}
+    shown = {
+        name: tables.fit_digits(measure, measured[f"{name}_mean"])
+        for name, measure in tables.MEASURES.items()
+        if runs[name].notna().any()
+    }
     if target is not None and "rounds_to_target" in shown:
         shares = runs["score"].iloc[0].percent
         words = f"rounds to {100 * target:g} %" if shares else f"rounds to RMSE {target:g}"

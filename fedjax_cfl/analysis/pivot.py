@@ -135,13 +135,14 @@ def lay_out(
 
     Args: `escape` makes texts from files harmless; `bold` is the format of what is BEST, `plus`
     stands before an sd; `transpose` exchanges rows and columns; `decimals` are those of all
-    numbers, None: of each measure its own.
+    numbers, None: of each measure its own, see `tables.fit_digits`.
     """
-    texts = []
+    texts, groups = [], pivot.groupby(["column", "measure"])["mean"]
     for cell in tables.list_records(pivot):
         measure = tables.MEASURES[cell["measure"]]
         if decimals is not None:
             measure = measure._replace(digits=decimals)
+        measure = tables.fit_digits(measure, groups.get_group((cell["column"], cell["measure"])))
         estimate = cell["mean"], cell["sd"] or 0.0, cell["values"]
         text = tables.format_mean(estimate, cell["runs"], measure, plus)
         texts.append(bold.format(text) if cell["rank"] == BEST else text)

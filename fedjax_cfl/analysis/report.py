@@ -333,23 +333,26 @@ def join_overrides(asked: list[list[str]]) -> str:
 
 def _list_differences(runs: pd.DataFrame) -> list[dict[str, Any]]:
     """Returns a line per pair of sets of runs."""
-    lines, names = [], sets.keep_known(statistics.PAIRED, runs)
-    pairs = statistics.list_differences(runs).groupby(["set", "minus"], sort=False)
-    for (one, other), members in pairs:
+    lines, found = [], statistics.list_differences(runs)
+    shown = {
+        name: tables.fit_digits(tables.MEASURES[name], found["mean"][found["measure"] == name])
+        for name in sets.keep_known(statistics.PAIRED, runs)
+    }
+    for (one, other), members in found.groupby(["set", "minus"], sort=False):
         rows = {row["measure"]: row for row in members.to_dict("records")}
-        cells = [format_difference(rows.get(name), name) for name in names]
+        cells = [format_difference(rows.get(name), measure) for name, measure in shown.items()]
         seeds = members["seeds"].max()
         lines.append({"label": one, "minus": other, "seeds": seeds, "cells": cells})
     return lines
 
 
-def format_difference(row: dict[Any, Any] | None, name: str) -> dict[str, Any]:
-    """Returns the texts of a difference, a row of `list_differences`, the mean first, and whether
-    the exact test says that it is one.
+def format_difference(row: dict[Any, Any] | None, measure: tables.Measure) -> dict[str, Any]:
+    """Returns the texts of a difference of a measure, a row of `list_differences`, the mean first,
+    and whether the exact test says that it is one.
     """
     if row is None:
         return {"texts": ["-"], "differs": False}
-    measure, seeds = tables.MEASURES[name], row["seeds"]
+    seeds = row["seeds"]
     texts = [tables.format_mean((row["mean"], row["sd"], seeds), seeds, measure, sign="+")]
     if seeds > 1:
         bounds = [tables.format_number(row[side], measure, "+") for side in ("low", "high")]

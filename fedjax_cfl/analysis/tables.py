@@ -3,6 +3,7 @@
 import math
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -20,7 +21,7 @@ class Measure(NamedTuple):
 
     heading: str
     factor: float = 1
-    digits: int | None = None  # decimals, None: four digits in all
+    digits: int | None = None  # decimals, None: see `fit_digits`
     cost: bool = False  # the smallest is best, and a spread of 0 is not shown
     words: str = ""  # in a caption, "": its heading
 
@@ -89,9 +90,20 @@ def list_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in rows]
 
 
+def fit_digits(measure: Measure, column: Iterable[float]) -> Measure:
+    """Returns a measure with the decimals of all numbers of a column, where it has none of its own:
+    those of four digits of the middle one by size, the lower of two, which neither a run that
+    diverged nor a difference near 0 moves. Of a middle below 1e-4 each number has four digits.
+    """
+    sizes = sorted(abs(value) for value in column if value and math.isfinite(value))
+    if measure.digits is not None or not sizes or (middle := sizes[(len(sizes) - 1) // 2]) < 1e-4:
+        return measure
+    return measure._replace(digits=max(0, 3 - math.floor(math.log10(middle))))
+
+
 def format_number(value: float, measure: Measure, sign: str = "") -> str:
     """Returns a number in a measure's units; a `sign` of "+" is always shown."""
-    if measure.digits is None:
+    if measure.digits is None or abs(value) >= 1e12:
         return f"{measure.factor * value:{sign}.4g}"
     return f"{measure.factor * value:{sign},.{measure.digits}f}"
 
@@ -104,16 +116,13 @@ def format_mean(
     sign: str = "",
 ) -> str:
     """Returns a mean of (mean, sd, number of values) with its sd, - where there is no value; of
-    fewer values than `runs` it says so, for it would flatter a method. Both numbers have the same
-    decimals: where those of `measure` are None, those of four digits of the mean. One value has no
-    sd, and a cost that is the same for all runs shows none.
+    fewer values than `runs` it says so, for it would flatter a method. One value has no sd, and a
+    cost that is the same for all runs shows none.
     """
     mean, sd, values = estimate
     if not values:
         return "-"
     several = values > 1 and (not measure.cost or round(measure.factor * sd, measure.digits) > 0)
-    if several and measure.digits is None and 1e-4 <= abs(mean) < 1e4:
-        measure = measure._replace(digits=3 - math.floor(math.log10(abs(mean))))
     text = format_number(mean, measure, sign)
     text += plus + format_number(sd, measure) if several else ""
     return text + (f" ({values}/{runs})" if values < runs else "")

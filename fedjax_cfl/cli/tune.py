@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_cfl.analysis.tables import print_table
+from fedjax_cfl.analysis.tables import MEASURES, fit_digits, format_number, print_table
 from fedjax_cfl.analysis.trials import (
     CHOSEN_FILE,
     LAST_RUNS,
@@ -170,11 +170,12 @@ def check_seeds(name: str, seeds: tuple[int, ...]) -> None:
 def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     """Prints the trials, the chosen one first, and what that is worth on test samples."""
     kind = best.kind
+    column = fit_digits(MEASURES[f"macro_{kind.name}"], [trial.mean for trial in trials])
     sign = -1 if kind.higher else 1
     lines = [
         [
             *(trial.settings.values() or ["all as given"]),
-            trial.kind.format(trial.mean),
+            format_number(trial.mean, column) + "%" * kind.percent,
             f"{np.mean(trial.units):,.0f}",
             f"{trial.nonfinite:,}",
         ]
