@@ -127,11 +127,8 @@ def format_sets(
     """Returns the lines of the table, the first one its headings; `measured` is `list_measures` of
     the runs.
     """
-    shown = {
-        name: tables.fit_digits(measure, measured[f"{name}_mean"])
-        for name, measure in tables.MEASURES.items()
-        if runs[name].notna().any()
-    }
+    names = [name for name in tables.MEASURES if runs[name].notna().any()]
+    shown = {n: tables.fit_digits(tables.MEASURES[n], measured[f"{n}_mean"]) for n in names}
     if target is not None and "rounds_to_target" in shown:
         shares = runs["score"].iloc[0].percent
         words = f"rounds to {100 * target:g} %" if shares else f"rounds to RMSE {target:g}"

@@ -254,9 +254,8 @@ def _plot_discrepancy(axes: Axes, rows: list[dict[str, Any]], colours: list[Any]
     # 0: every group had one participant, and the model is its own
     known = [row | {"discrepancy": row.get("discrepancy") or None} for row in rows]
     for row in known:
-        row["group_discrepancy"] = [
-            one or None for one in row.get("group_discrepancy") or ()
-        ] or None
+        each = row.get("group_discrepancy") or ()
+        row["group_discrepancy"] = [one or None for one in each] or None
     _plot_lines(axes, known, {"discrepancy": "all participants"})
     _plot_each(axes, known, "group_discrepancy", colours, "group")
     style_axes(axes, "Discrepancy", "round", "L2 distance of trained from group model")

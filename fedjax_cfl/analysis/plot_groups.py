@@ -46,9 +46,8 @@ def draw_alluvial(
     scores = {name: values for name, values in scores.items() if np.isfinite(values).any()}
     heights = [5, *[1.3] * bool(scores), *[0.9] * bool(moved.any())]
     figure = plot.new_figure(12, sum(heights), title)
-    above, *below = figure.subplots(
-        len(heights), 1, sharex=True, height_ratios=heights, squeeze=False
-    )[:, 0]
+    shape = {"sharex": True, "height_ratios": heights, "squeeze": False}
+    above, *below = figure.subplots(len(heights), **shape)[:, 0]
     chosen = flows.choose_snapshots(len(rounds), SNAPSHOTS)
     palette = plot.make_palette(1 + max(followed.max(), *classes.values, 0))
     colours = [palette[value] for value in classes.values]
@@ -56,9 +55,8 @@ def draw_alluvial(
     colours.append(UNKNOWN)  # of class -1
     kinds, width = classes.numbers[chosen], BAR * spacing / 2
     bottom = _draw_flows(above, rounds[chosen], followed[chosen], kinds, colours, width)
-    handles: dict[str, Any] = {
-        n: Patch(color=c) for n, c in zip(classes.names, colours, strict=False)
-    }
+    faces = (Patch(color=colour) for colour in colours)
+    handles: dict[str, Any] = dict(zip(classes.names, faces, strict=False))
     unmet, unknown = (found.groups < 0).any(), (classes.numbers < 0).any()
     if unmet or unknown:
         words = f"no model yet{', or unknown' * bool(unknown)}" if unmet else "true group unknown"
@@ -100,16 +98,13 @@ def _draw_flows(
     column = np.repeat(np.arange(len(groups)), groups.shape[1])
     clients = pd.DataFrame({"column": column, "group": groups.ravel(), "kind": kinds.ravel()})
     clients["unmet"] = clients["group"] < 0  # they lie below the others
-    bars = (
-        clients.groupby(["column", "unmet", "group", "kind"]).size().rename("share").reset_index()
-    )
-    bars["share"] /= groups.shape[1]
+    bars = clients.groupby(["column", "unmet", "group", "kind"], as_index=False).size()
+    bars["share"] = bars["size"] / groups.shape[1]
     nodes = bars.groupby(["column", "group"], sort=False)["share"].sum().reset_index()
     nodes["top"] = 1 - _add_before(nodes, ["column"]) - GAP * nodes.groupby("column").cumcount()
     tops = nodes.set_index(["column", "group"])["top"]
-    bars["top"] = bars.join(tops, on=["column", "group"])["top"] - _add_before(
-        bars, ["column", "group"]
-    )
+    bars["top"] = bars.join(tops, on=["column", "group"])["top"]
+    bars["top"] -= _add_before(bars, ["column", "group"])
     for number in range(len(groups) - 1):
         found = flows.count_flows(groups[number], groups[number + 1], kinds[number + 1])
         found["share"] = found["clients"] / groups.shape[1]

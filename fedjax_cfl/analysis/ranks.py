@@ -268,10 +268,8 @@ def format_ranks(
     if (chance := friedman(scores.means)) is not None:
         lines.append(f"Friedman's test of equal ranks: p = {chance:.2g}.")
     if several:
-        apart = critical_difference(count, settings)
-        lines.append(
-            f"Mean ranks less than {apart:.2f} apart do not differ at {LEVEL:.0%} (Nemenyi)."
-        )
+        apart = f"{critical_difference(count, settings):.2f}"
+        lines.append(f"Mean ranks less than {apart} apart do not differ at {LEVEL:.0%} (Nemenyi).")
     if scores.missed:
         lines.append(f"Not ranked, for they are not complete: {', '.join(scores.missed)}.")
     headings = ["method", "mean rank", "first", f"against {baseline}", *(["p"] if several else [])]

@@ -218,9 +218,8 @@ def list_clients(
     frame = pd.DataFrame(columns).drop(columns=[n for n in unknown if n in columns])
     shown = frame.iloc[sample_clients(len(frame), most, 0)].replace([np.inf, -np.inf], np.nan)
     shown["client"] = shown["client"].map(escape_text)
-    names = [
-        {"concept": "true group"}.get(name, name.replace("_", " ")) for name in map(str, shown)
-    ]
+    words = {"concept": "true group"}
+    names = [words.get(name, name.replace("_", " ")) for name in map(str, shown)]
     rows = [list(row.values()) for row in tables.list_records(shown.round(4))]
     return {"names": names, "rows": rows, "all": len(frame)}
 

@@ -52,9 +52,8 @@ def label_runs(runs: pd.DataFrame) -> pd.DataFrame:
     runs[[*MEASURES]] = runs[[*MEASURES]].astype(float)
     scores = [score_of(rows) for rows in runs["rows"]]
     runs["score"] = pd.Series(scores, runs.index, dtype=object)
-    runs["pair"] = (runs["seed"].map(str) + " " + runs["data_id"].map(str)).where(
-        runs["seed"].notna()
-    )
+    pair = runs["seed"].map(str) + " " + runs["data_id"].map(str)
+    runs["pair"] = pair.where(runs["seed"].notna())
     words = pd.Series([score.words for score in scores], runs.index)
     varying = [name for name in IDENTITY if runs[name].nunique() > 1]
     texts = [runs[name] for name in varying if name in DATA] + [words] * (words.nunique() > 1)

@@ -38,10 +38,8 @@ def suggest_groups(data: FederatedData) -> list[Clusters]:
         Clusters(by, *find_clusters(project(each, AXES), rng))
         for by, each in describe_clients(x, y, client, count).items()
     ]
-    return sorted(
-        (each for each in found if each.silhouette > each.chance),
-        key=lambda each: each.chance - each.silhouette,
-    )
+    clear = [each for each in found if each.silhouette > each.chance]
+    return sorted(clear, key=lambda each: each.chance - each.silhouette)
 
 
 def draw_samples(

@@ -74,9 +74,7 @@ Fielding-Global, Fielding-Individual, Fielding-Selected, Fielding-Static, FL+HC,
 FLUX, IFCA, IFCA-Gradient, IFCA-Restarts, Known groups, LG-FedAvg, MD-ICFL, MNIST, MOON, PACFL,
 Per-FedAvg, pFedMe, RAC, RCC, SCAFFOLD, Sent140, Shakespeare, StoCFL, TKM, WeCFL
 """
-PAPER_NAMES = {
-    re.sub(r"[-+ ]", "_", name.lower()): name for name in re.split(r",\s", NAMES.strip())
-}
+PAPER_NAMES = {re.sub(r"[-+ ]", "_", n.lower()): n for n in re.split(r",\s", NAMES.strip())}
 PAPER_NAMES |= {
     "centralised": "Central", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "fesem_mig": "FeSEM+",
     "fine_tune": "Fine-tuning", "hypocluster": "HypCluster", "ifca_mig": "IFCA+",

@@ -172,18 +172,11 @@ def show(trials: list[Trial], best: Trial, final: Trial) -> None:
     kind = best.kind
     column = fit_digits(MEASURES[f"macro_{kind.name}"], [trial.mean for trial in trials])
     sign = -1 if kind.higher else 1
-    lines = [
-        [
-            *(trial.settings.values() or ["all as given"]),
-            format_number(trial.mean, column) + "%" * kind.percent,
-            f"{np.mean(trial.units):,.0f}",
-            f"{trial.nonfinite:,}",
-        ]
-        for trial in sorted(
-            trials, key=lambda each: (each is not best, each.nonfinite > 0, sign * each.mean)
-        )
-    ]
-    lines = [[escape_markup(text) for text in line] for line in lines]
+    lines = []
+    for trial in sorted(trials, key=lambda t: (t is not best, t.nonfinite > 0, sign * t.mean)):
+        values = map(escape_markup, trial.settings.values() or ["all as given"])
+        mean = format_number(trial.mean, column) + "%" * kind.percent
+        lines.append([*values, mean, f"{np.mean(trial.units):,.0f}", f"{trial.nonfinite:,}"])
     header = [*(best.settings or ["settings"]), "validation", "models sent", "not finite"]
     title = f"{kind.words}, mean over clients, the chosen one first"
     print_table(title, header, *lines, where="in trials.csv")

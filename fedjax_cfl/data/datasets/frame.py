@@ -78,9 +78,8 @@ def make_pool(table: Table, source: Source) -> Pool:
             " 1 use task=multilabel, in Python num_classes=0"
         )
     features = choose_features(table, source)
-    readers = {"time": cells.read_times}
-    if source.num_classes == 0:
-        readers["y"] = cells.read_targets
+    of_y = cells.read_targets if source.num_classes == 0 else cells.read_names
+    readers = {"time": cells.read_times, "y": of_y}
     read = [
         (role, readers.get(role, cells.read_names)(table, name))
         for role, name in list_roles(source)
@@ -162,9 +161,8 @@ def refuse_absent(table: Table, named: Iterable[tuple[str, str]]) -> None:
     there = list(table.frame.columns)
     for role, name in named:
         if name not in there:
-            raise InputError(
-                f"{table.name}: {role}={name} is not there{describe_columns(name, there)}"
-            )
+            said = describe_columns(name, there)
+            raise InputError(f"{table.name}: {role}={name} is not there{said}")
 
 
 def match_columns(table: Table, source: Source, trained: Sequence[str], labels: bool) -> Source:
@@ -218,7 +216,7 @@ def find_features(table: Table, kinds: dict[str, cells.Kind], number_text: bool)
             why = "are row numbers and"
         else:
             why = "" if kind in (*allowed, "lists", "images") else WORDS
-        if name or why != EMPTY:  # that of a sign at the end of each line is not worth a word
+        if name or why != EMPTY:  # a delimiter more at the end of each line is not worth a word
             groups.setdefault(why, []).append(name)
     taken = groups.pop("")
     features = [name for name in taken if kinds[name] in allowed]
@@ -228,10 +226,8 @@ def find_features(table: Table, kinds: dict[str, cells.Kind], number_text: bool)
             f"{table.name}: columns {list_names([*whole, *features])} could be the features,"
             " expected x=NAME or a list of names"
         )
-    said = [
-        f"columns {', '.join(map(shorten, names[:9]))} {why} not used"
-        for why, names in groups.items()
-    ]
+    words = {why: ", ".join(map(shorten, names[:9])) for why, names in groups.items()}
+    said = [f"columns {names} {why} not used" for why, names in words.items()]
     if said:
         hint = "; name the features in x" if {*groups} - {EMPTY} else ""
         hint += ", or set number_text=true" if WORDS in groups else ""
@@ -251,9 +247,7 @@ def _counts_rows(table: Table, name: str) -> bool:
     values = column.to_numpy(float, na_value=np.nan)
     files = np.split(values, np.cumsum([rows for _, rows in table.files], dtype=int)[:-1])
     if COUNTER.fullmatch(name):
-        return all(
-            (own == np.floor(own)).all() and np.unique(own).size == own.size for own in files
-        )
+        return all((own == np.floor(own)).all() and pd.Index(own).is_unique for own in files)
     counts = all((np.diff(own) == 1).all() and own[:1] in (0, 1) for own in files)
     if len(values) < ROWS or not counts:
         return False

@@ -152,10 +152,8 @@ def read_words(table: Table, name: str) -> np.ndarray:
     column = table.frame[name]
     refuse_missing(table, name, column.isna() | (_strip(column) == ""))
     if table.decimal == ",":
-        column = column.astype(str)
-        column = column.mask(
-            column.str.fullmatch(r"\s*[-+]?\d+,\d+\s*"), column.str.replace(",", ".")
-        )
+        number = r"^(\s*[-+]?\d+),(\d+\s*)$"
+        column = column.astype(str).str.replace(number, r"\1.\2", regex=True)
     return np.array([value if isinstance(value, bytes) else str(value) for value in column], object)
 
 

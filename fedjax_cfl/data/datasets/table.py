@@ -68,10 +68,9 @@ def from_frame(
 
     Where `x` is None, row numbers, as pandas writes them, its named index, and columns that are
     empty or hold no numbers are left out, which is said, and a column that counts the rows or that
-    tells y alone is refused.
-    Raises InputError for missing values, for text among numbers, with column and row, for classes
-    that differ in a sign at their end alone, unless `num_classes` counts them, and for what `npz`
-    would refuse.
+    tells y alone is refused. Raises InputError for missing values, for text among numbers, with
+    column and row, for classes that differ in a sign at their end alone, unless `num_classes`
+    counts them, and for what `npz` would refuse.
     """
     given = locals()
     from fedjax_cfl.data.datasets import frame  # with pandas, which few need
