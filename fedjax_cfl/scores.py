@@ -71,9 +71,8 @@ def find_owner(measure: str) -> Score | None:
 def find_score(fields: Mapping[str, Any]) -> Score:
     """Returns the score of a row, of a summary, or of anything else with such fields."""
     for score in (RMSE, MICRO_F1):
-        if any(
-            name in fields for name in (score.name, f"final_{score.name}", f"best_{score.name}")
-        ):
+        names = score.name, f"final_{score.name}", f"best_{score.name}"
+        if any(name in fields for name in names):
             return score
     return ACCURACY
 

@@ -16,21 +16,21 @@ from fedjax_cfl.system.select import uniform
 
 HOME = Path(fedjax_cfl.__file__).parent
 LINES = {
-    "algorithms": 7685,
-    "analysis": 2962,
-    "cli": 3052,
-    "client": 2341,
+    "algorithms": 7684,
+    "analysis": 2967,
+    "cli": 3045,
+    "client": 2340,
     "clustering": 1977,
-    "data": 6797,
+    "data": 6802,
     "models": 1292,
-    "personal": 1106,
-    "round": 1156,
-    "runs": 3251,
-    "simulation": 3156,
-    "system": 1570,
+    "personal": 1105,
+    "round": 1155,
+    "runs": 3253,
+    "simulation": 3155,
+    "system": 1569,
     "tasks": 552,
 }
-ALL_LINES, IMPORT_LINES = 39_606, 2061
+ALL_LINES, IMPORT_LINES = 39_604, 2061
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

@@ -339,6 +339,5 @@ def take_held_out(data: FederatedData) -> FederatedData:
     train, owner = data.train, data.owner[data.train.order]
     owner = jnp.where(owner < 0, data.num_clients, owner)
     whole = jnp.zeros_like(train.size).at[owner].add(1, mode="drop")
-    return data.replace(
-        train=train.replace(start=train.start + train.size, size=whole - train.size)
-    )
+    train = train.replace(start=train.start + train.size, size=whole - train.size)
+    return data.replace(train=train)

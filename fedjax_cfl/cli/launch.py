@@ -236,9 +236,8 @@ def run_grid(job: Job, axes: dict[str, list]) -> int:
     with contextlib.ExitStack() as locks:
         for member in members:
             locks.enter_context(lock(make_dir(member.run_dir)))
-        starts = resume_grid(
-            [(each.settings, each.run_dir, setups[each.settings.seed]) for each in members]
-        )
+        begun = [(each.settings, each.run_dir, setups[each.settings.seed]) for each in members]
+        starts = resume_grid(begun)
         write_index(job.run_dir, grid_points(axes))
         status = train_grid(members, axes, list(setups.values()), make, starts)
     if not status and config["curves"] and job.alone:

@@ -191,9 +191,8 @@ def balance_over_devices(
     def next_client(queues, cost):
         total, count = queues
         device = jnp.argmin(jnp.where(count < length, total, jnp.inf))
-        return (total.at[device].add(cost), count.at[device].add(1)), device * length + count[
-            device
-        ]
+        place = device * length + count[device]
+        return (total.at[device].add(cost), count.at[device].add(1)), place
 
     if devices > 1 and not side_by_side:
         empty = (jnp.zeros(devices), jnp.zeros(devices, jnp.int32))

@@ -96,9 +96,8 @@ def take_norms(model: Params) -> Params:
     leaves = flatten_dict(model)
     norms = {path[:-1] for path in leaves if path[-1] == "scale"}
     norms |= {path[1:-1] for path in leaves if path[0] == STATISTICS}
-    return unflatten_dict(
-        {p: leaf for p, leaf in leaves.items() if p[0] == STATISTICS or p[:-1] in norms}
-    )
+    kept = {p: leaf for p, leaf in leaves.items() if p[0] == STATISTICS or p[:-1] in norms}
+    return unflatten_dict(kept)
 
 
 @checked("personal")

@@ -59,9 +59,8 @@ def count_trimmed(count: ArrayLike, share: ArrayLike) -> jax.Array:
     A share of 1/2 leaves the middle one or two values: the median.
     """
     # 1e-3: shares are rounded
-    return jnp.minimum(jnp.floor(share * count + 1e-3), (jnp.maximum(count, 1) - 1) // 2).astype(
-        jnp.int32
-    )
+    most = (jnp.maximum(count, 1) - 1) // 2
+    return jnp.minimum(jnp.floor(share * count + 1e-3), most).astype(jnp.int32)
 
 
 def sort_coordinates(tree: Params) -> tuple[Params, Params]:

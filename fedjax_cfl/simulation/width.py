@@ -115,9 +115,8 @@ def count_fitting(local: Local, task: Task, data: FederatedData, slots: int) -> 
     has = memory.available_bytes(local.execution.mesh)
     if has is None:
         return slots
-    taken = memory.tree_bytes(
-        [leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)]
-    )
+    arrays = [leaf for leaf in jax.tree.leaves(data) if isinstance(leaf, jax.Array)]
+    taken = memory.tree_bytes(arrays)
     taken += slots * memory.tree_bytes(jax.eval_shape(task.init, jax.random.key(0)))
     return max(1, min(slots, (has - taken) // 2 // lane_bytes(local, task, data)))
 

@@ -104,9 +104,8 @@ def apply_attack(
     """
     if faults.attack == "sign_flip":
         factor = jnp.where(attackers, -faults.scale, 1.0)
-        return upload.replace(
-            delta=jax.tree.map(partial(jax.vmap(jnp.multiply), factor), upload.delta)
-        )
+        delta = jax.tree.map(partial(jax.vmap(jnp.multiply), factor), upload.delta)
+        return upload.replace(delta=delta)
     if faults.attack != "noise":
         return upload
     leaves, shape = jax.tree.flatten(upload.delta)

@@ -67,9 +67,8 @@ def hash_words(words: Collection[str]) -> np.ndarray:
     )
     drawn = np.frombuffer(b"".join(digests), np.uint8).reshape(len(words), VECTOR_SIZE, 4)
     center, deviation = 4 * 127.5, (4 * (256**2 - 1) / 12) ** 0.5
-    return (drawn.sum(axis=2, dtype=np.int32) - int(center)).astype(np.float32) * np.float32(
-        HASH_STD / deviation
-    )
+    unit = np.float32(HASH_STD / deviation)
+    return (drawn.sum(axis=2, dtype=np.int32) - int(center)).astype(np.float32) * unit
 
 
 def read_glove(path: PathLike, words: Collection[str]) -> np.ndarray:
