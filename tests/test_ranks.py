@@ -206,6 +206,14 @@ def write_benchmark(folder):
     return found
 
 
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory) -> str:
+    """The text of the cells of a benchmark."""
+    folder = tmp_path_factory.mktemp("benchmark")
+    write_benchmark(folder)
+    return (folder / "whole" / "cells.csv").read_text()
+
+
 def test_cells_read_from_a_file_make_the_files_that_their_runs_do(tmp_path):
     found = write_benchmark(tmp_path)
     others = benchmark.read_cells(TABLE, [tmp_path / "whole" / "cells.csv"])
@@ -223,10 +231,9 @@ def test_cells_read_from_a_file_make_the_files_that_their_runs_do(tmp_path):
         assert report.format_cell(TABLE, one) == report.format_cell(TABLE, other)
 
 
-def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_path):
-    write_benchmark(tmp_path)
-    path = tmp_path / "whole" / "cells.csv"
-    path.write_text(path.read_text().replace("0.9 0.8", ""))
+def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_path, cells):
+    path = tmp_path / "cells.csv"
+    path.write_text(cells.replace("0.9 0.8", ""))
     others = benchmark.read_cells(TABLE, [path])
     found = ranks.collect_scores(list(others.values()))
     np.testing.assert_allclose(found.of_seeds[0], [[0.6, 0.85]])
@@ -257,11 +264,10 @@ def test_where_a_cell_has_no_scores_of_seeds_its_setting_counts_by_means(tmp_pat
         ("setting,", "place,", ": has no column setting, expected a cells.csv"),
     ],
 )
-def test_a_cell_that_is_none_of_the_table_is_refused(tmp_path, old, new, message):
-    write_benchmark(tmp_path)
-    path = tmp_path / "whole" / "cells.csv"
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
+def test_a_cell_that_is_none_of_the_table_is_refused(tmp_path, cells, old, new, message):
+    assert old in cells
+    path = tmp_path / "cells.csv"
+    path.write_text(cells.replace(old, new))
     with pytest.raises(InputError, match=f"^--cells {path}{message}"):
         benchmark.read_cells(TABLE, [path])
 
