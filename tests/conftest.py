@@ -37,6 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import jax
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 import fedjax_cfl as cfl
 from fedjax_cfl.cli.main import main
@@ -279,6 +280,20 @@ def fedjax_cfl(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delenv("FEDJAX_CFL_DATA", raising=False)
     return lambda line: (call(monkeypatch, line, devices=1), *capsys.readouterr())
+
+
+@pytest.fixture
+def rendered():
+    """Pictures are rendered, also where `unrendered` is asked for."""
+
+
+@pytest.fixture
+def unrendered(request, monkeypatch):
+    """Pictures are drawn, but saved as empty files: laying out their texts takes longer than all
+    else that compares runs.
+    """
+    if "rendered" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: Path(file).touch())
 
 
 def call(monkeypatch, line: str, devices: int = 2) -> int:

@@ -33,8 +33,8 @@ NESTED = b"[" * 10_000 + b"]" * 10_000
 
 
 @pytest.fixture(autouse=True)
-def apart(tmp_path, monkeypatch):
-    """Works in an empty folder."""
+def apart(tmp_path, monkeypatch, unrendered):
+    """Works in an empty folder; only tests of pictures render them."""
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
 
@@ -125,7 +125,7 @@ def test_a_file_where_the_folder_should_be(tmp_path):
     assert out.read_bytes() == b"precious"
 
 
-def test_names_are_drawn_as_they_are(tmp_path):
+def test_names_are_drawn_as_they_are(tmp_path, rendered):
     run = run_of(tmp_path / "run", SUMMARY | {"algorithm": r"$\frac$ | _[red]"}, None)
     (run / ".hydra").mkdir()
     assert list(compare.compare([run], ".")["label"]) == [r"$\frac$ | _[red]"]
@@ -143,7 +143,7 @@ def run_with(folder, overrides, accuracy=(0.5,), **fields):
     return run_of(folder, SUMMARY | {"overrides": overrides} | fields, metrics)
 
 
-def test_settings_of_any_length_and_letters_are_read(tmp_path):
+def test_settings_of_any_length_and_letters_are_read(tmp_path, rendered):
     """Such as a list of 300 columns, and a path with a space that does not break."""
     long = ",".join(f"feature_{n}" for n in range(300))
     for name, columns in (("0", long), ("1", f"{long},more")):
@@ -491,7 +491,7 @@ LABELS = {
 
 
 @pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS)
-def test_legends_are_not_cut_off(tmp_path, labels):
+def test_legends_are_not_cut_off(tmp_path, rendered, labels):
     figure = plot.new_figure(13, 5)
     axes = figure.subplots()
     lines = [axes.plot([0, 1])[0] for _ in labels]
@@ -502,7 +502,7 @@ def test_legends_are_not_cut_off(tmp_path, labels):
     assert axes.get_window_extent().height > 0.5 * height  # the figure grew with its legend
 
 
-def test_the_same_picture_is_the_same_file(tmp_path):
+def test_the_same_picture_is_the_same_file(tmp_path, rendered):
     found = []
     for name in ("one", "other"):
         figure = plot.new_figure(4, 3)
@@ -527,7 +527,7 @@ def test_texts_from_files_do_nothing():
     assert formatting.escape_plot("$x$") == r"\$x\$"
 
 
-def test_hostile_run_directories_are_shown_as_text(tmp_path, capsys):
+def test_hostile_run_directories_are_shown_as_text(tmp_path, capsys, rendered):
     folder = tmp_path / "\x1b]0;taken\x07[bold]" / "run"
     run_with(folder, [], algorithm="=cmd()|[red]<img>", dataset="@x")
     (folder.parent / "half\x1b[2J\n").mkdir()

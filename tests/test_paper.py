@@ -93,7 +93,7 @@ TUNED = TUNED.replace("second-b:", "second-b:\n    trial_seeds: [7, 8]")
 
 
 @pytest.fixture
-def verb(tmp_path, monkeypatch):
+def verb(tmp_path, monkeypatch, unrendered):
     """Returns run(*argv) -> exit status of the verb on fake cells, and lines() of the
     cells that were started.
     """
@@ -121,7 +121,7 @@ def table(folder: Path) -> dict:
         return {(line["row"], line["column"]): line for line in csv.DictReader(handle)}
 
 
-def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
+def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch, rendered):
     monkeypatch.chdir(tmp_path)
     figure = "experiment: fake\nfigure: curves\npanels: [accuracy]\n" + TABLE
     verb.table.with_name("drawn.yaml").write_text(figure)
@@ -136,7 +136,7 @@ def test_a_figure_takes_up_the_runs_of_its_table(verb, tmp_path, monkeypatch):
     assert not list(Path("paper/drawn").glob("*/*/seed0"))
 
 
-def test_numbers_are_those_of_the_cells_own_files(verb):
+def test_numbers_are_those_of_the_cells_own_files(verb, rendered):
     assert verb("--seeds", "2") == 0
     records = table(verb.out)
     assert len(records) == 4 and len(verb.started()) == 8
@@ -396,7 +396,7 @@ def test_bests_over_different_numbers_of_tests_are_stated_and_given_over_the_sam
     assert report.best_note(fake, collect_records(fake, alike)) == []
 
 
-def test_columns_may_be_measures_of_one_run(verb):
+def test_columns_may_be_measures_of_one_run(verb, rendered):
     verb.table.write_text(
         "{title: T, scale: 100, measures: {max: best_accuracy, to 85: rounds_to_85, mean d:"
         " discrepancy_mean}, rows: {one: {overrides: [dataset=a, algorithm=fedavg], published:"
@@ -421,7 +421,7 @@ def test_columns_may_be_measures_of_one_run(verb):
     "kind",
     ["figure: curves\npanels: [accuracy, train_loss]", "figure: communication\nbaseline: Avg"],
 )
-def test_figures_are_drawn(verb, kind):
+def test_figures_are_drawn(verb, rendered, kind):
     verb.table.write_text(f"{kind}\n{TABLE}")
     assert verb("--seeds", "2") == 0
     image = imread(verb.out / "figure.png")
