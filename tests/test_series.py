@@ -8,7 +8,8 @@ import pytest
 from conftest import lasting_rows, nightly
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli import launch
+from fedjax_cfl.cli import build, launch
+from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.data.padding import measure_room, pad_data, widen_room
 from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.simulation import program
@@ -69,6 +70,17 @@ def test_runs_of_other_shapes_or_code_do_not(change, fedjax_cfl, compiled):
     line = " ".join(word for word in words if not word.startswith(f"{name}="))
     assert fedjax_cfl(f"-m {line} {change} run_dir=sweep")[0] == 0
     assert len(compiled) == 2
+
+
+def test_how_long_a_run_is_makes_no_other_programs():
+    """Unless a table of all rounds says who takes part."""
+
+    def recipe(line):
+        settings = resolve_settings([*SMALL.split(), "algorithm=fedavg", *line.split()])
+        return build.find_inputs(settings, *build.build(settings)).recipe
+
+    assert recipe("rounds=3") == recipe("rounds=4 discard=none eval_every=2")
+    assert recipe("preset=ref rounds=3") != recipe("preset=ref rounds=4")
 
 
 def test_seeds_go_on_where_they_stopped(fedjax_cfl, compiled):
@@ -184,9 +196,9 @@ def score(toy, linear, local, compiled, monkeypatch):
     mesh, uniform = local.execution.mesh, cfl.select.uniform
     fedavg = {size: cfl.algorithms.fedavg(linear, local, uniform(size)) for size in (5, 6)}
 
-    def run(size, seed, data=toy):
+    def run(size, seed, data=toy, rounds=2, discard="none"):
         key = jax.random.key(seed)
-        found = cfl.run(fedavg[size], linear, data, key, rounds=2, discard="none", mesh=mesh)
+        found = cfl.run(fedavg[size], linear, data, key, rounds=rounds, discard=discard, mesh=mesh)
         return [row["train_loss"] for row in found.rows], found.programs["programs_from_cache"]
 
     return run
@@ -196,6 +208,8 @@ def test_runs_of_the_same_objects_share_programs(score, compiled):
     first, again, other = score(6, 0), score(6, 0), score(6, 1)
     assert len(compiled) == 1 and again[1] == other[1] == 3
     assert first[0] == again[0] != other[0]
+    longer = score(6, 0, rounds=3, discard="met")
+    assert longer[0][:2] == first[0] and longer[1] == 3 and len(compiled) == 1
     assert score(5, 0)[0] != first[0] and len(compiled) == 2
 
 

@@ -46,10 +46,10 @@ from fedjax_cfl.validation import ARRAY
 
 log = logging.getLogger(__name__)
 INPUT = re.compile(r"local\.lr|(algorithm|drift)\.\w+")  # what `find_inputs` looks at
-# what says where a run goes, or which samples it has: programs get samples as arguments
+# what says where a run goes, how long or which samples it has: programs get both as arguments
 NOT_COMPILED = ("assignments", "callbacks", "checkpoint.", "concept.", "curves", "dataset.")
-NOT_COMPILED += ("evaluate.", "logger", "offline", "partition.", "resume", "run_dir", "seed")
-NOT_COMPILED += ("shared_samples.",)
+NOT_COMPILED += ("discard", "eval_every", "evaluate.", "logger", "offline", "partition.", "resume")
+NOT_COMPILED += ("rounds", "run_dir", "seed", "shared_samples.")
 NEWCOMERS = ("new_clients", "validation_clients")  # shares of clients that are held out
 # readers that take numbers to regress for y
 FILES = "csv", "huggingface", "jsonl", "leaf", "npy", "npz", "parquet"
@@ -424,9 +424,9 @@ def find_inputs(
         if name not in values and not name.startswith(NOT_COMPILED)
     }
     loops = list_loops(setup.task, local, setup.data.max_client_samples)
-    sizes = local.batch_size, local.execution.width, loops
-    recipe = json.dumps([made_of, sorted(values), sizes], default=str)
-    return Inputs(values, build_with, recipe, store)
+    table = "algorithm.select._partial_" in given and given["rounds"]  # see `build_algorithm`
+    recipe = made_of, sorted(values), local.batch_size, local.execution.width, loops, table
+    return Inputs(values, build_with, json.dumps(recipe, default=str), store)
 
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:

@@ -240,8 +240,8 @@ def compile_run(
         feed = prefetch.DeviceFeed(sharding.replicate(wide, mesh), plan.rounds, plan.eval_every)
     functions = make_functions(build, task, mesh, plan, feed.length, feed.on_host)
     given = sharding.replicate(values, mesh), replicated
-    sizes = store and describe_shapes((given, feed.data))
-    stored = store and (store, (recipe, plan, sizes, str(jax.config.values)))
+    parts = feed.length, plan.eval_auxiliary, plan.eval_distance, str(jax.config.values)
+    stored = store and (store, (recipe, *parts, describe_shapes((given, feed.data))))
     padded = feed.data.y.shape != data.y.shape
     # what a run goes on from is written over a start of the padded size, see `driver.begin`
     compiled = compile_functions(Source(functions, setup, given, feed), fresh or padded, stored)
