@@ -378,7 +378,7 @@ def test_a_recipe_is_shown_as_it_is_written_and_checked_at_once():
     assert repr(recipe) == "ifca(m=4, mu=0.1)" and repr(cfl.partition.iid(clients=3)) != ""
     with pytest.raises(InputError, match=r"algorithm\.m=-1"):
         cfl.algorithms.ifca(m=-1)
-    with pytest.raises(TypeError, match=r"ifca\(\) missing a required argument: 'm'"):
+    with pytest.raises(TypeError, match=r"ifca\(\) missing a required .*argument: 'm'"):
         cfl.algorithms.ifca()
     pool = cfl.datasets.digits()
     dealt = cfl.federate(pool, cfl.partition.iid(clients=12))
