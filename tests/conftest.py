@@ -37,6 +37,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 import jax
 import numpy as np
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import fedjax_cfl as cfl
@@ -293,7 +294,8 @@ def unrendered(request, monkeypatch):
     else that compares runs.
     """
     if "rendered" not in request.fixturenames:
-        monkeypatch.setattr(Figure, "savefig", lambda self, file, **_: Path(file).touch())
+        for writer, name in ((FigureCanvasAgg, "print_png"), (Figure, "savefig")):
+            monkeypatch.setattr(writer, name, lambda self, file, **_: Path(file).touch())
 
 
 def call(monkeypatch, line: str, devices: int = 2) -> int:

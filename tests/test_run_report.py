@@ -427,7 +427,7 @@ def test_pictures_keep_their_colours(runs):
 
 
 def test_what_a_short_run_would_wait_for_is_not_imported(runs):
-    """Of the default command pandas alone would be a tenth."""
+    """Of the default command pandas alone would be a twentieth."""
     code = "import sys; from fedjax_cfl.analysis.plot import plot_curves; plot_curves(sys.argv[1]);"
     code += "print({'pandas', 'scipy.stats', 'jax'} & {*sys.modules})"
     told = subprocess.run([sys.executable, "-c", code, runs / "ifca" / "0"], capture_output=True)
