@@ -52,7 +52,10 @@ def test_settings_are_drawn_and_seeds_within_them():
 
 def test_tests_are_those_of_scipy():
     means = np.stack([each.mean(0) for each in draw_scores(settings=7)])
-    assert ranks.friedman(means) == stats.friedmanchisquare(*means.T).pvalue
+    for tied in (means, np.round(means, 1)):
+        expected = stats.friedmanchisquare(*tied.T).pvalue
+        assert ranks.friedman(tied) == pytest.approx(expected, rel=1e-12)
+    assert ranks.friedman(np.ones((4, 3))) == 1.0
     assert ranks.friedman(means[:1]) is None and ranks.friedman(means[:, :2]) is None
     found = ranks.compare_with(means, 1)
     raw = [stats.wilcoxon(means[:, j], means[:, 1], method="exact").pvalue for j in (0, 2, 3)]
@@ -79,6 +82,9 @@ def stats_holm(chances):
 def test_the_critical_difference_is_demsars(methods, q):
     expected = q * np.sqrt(methods * (methods + 1) / (6 * 12))
     assert ranks.critical_difference(methods, 12) == pytest.approx(expected, rel=1e-3)
+    exact = stats.studentized_range.ppf(0.95, methods, np.inf) / np.sqrt(2)
+    exact *= np.sqrt(methods * (methods + 1) / (6 * 12))
+    assert ranks.critical_difference(methods, 12) == pytest.approx(exact, rel=1e-9)
     assert ranks.critical_difference(2, 12) == pytest.approx(0.57, abs=0.005)
 
 
