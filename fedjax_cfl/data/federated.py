@@ -118,16 +118,16 @@ def federate(
         x = pool.x[rows]
     train, test, validation = build_views(holdings, clients, np.arange(len(rows)))
     return FederatedData(
-        x=jnp.asarray(to_float32(x)),
-        y=jnp.asarray(y, pool.y.dtype),
-        owner=jnp.asarray(owner),
+        x=jax.device_put(to_float32(x)),  # of its own: nobody else can change it
+        y=_to_device(y, pool.y.dtype),
+        owner=_to_device(owner),
         train=train,
         test=test,
-        concept=jnp.asarray(find_lasting(groups), jnp.int32),
+        concept=_to_device(find_lasting(groups)),
         concepts=_to_device(groups if np.ndim(groups) > 1 else None),
         validation=validation,
-        shifted=jnp.zeros(clients, bool),
-        max_client_samples=int(train.size.max()),
+        shifted=_to_device(np.zeros(clients), bool),
+        max_client_samples=int(np.asarray(train.size).max()),
         sample=_to_device(sample),
         turns=_to_device(holdings.turns),
         time=_to_device(find_times(pool, holdings)),
@@ -147,8 +147,9 @@ def describe_source(pool: Pool, holdings: Partition) -> dict[str, Any]:
     }
 
 
-def _to_device(values: np.ndarray | None) -> jax.Array | None:
-    return None if values is None else jnp.asarray(values, jnp.int32)
+def _to_device(values: np.ndarray | None, dtype: Any = np.int32) -> Any:
+    # converted by NumPy: JAX would compile a program for each shape
+    return None if values is None else jax.device_put(np.array(values, dtype))
 
 
 def keep_exact(x: np.ndarray) -> ExactSamples | None:
@@ -162,14 +163,14 @@ def keep_exact(x: np.ndarray) -> ExactSamples | None:
 
 
 def build_views(
-    holdings: Partition, clients: int, numbers: np.ndarray, arrays: Any = jnp
+    holdings: Partition, clients: int, numbers: np.ndarray, on_host: bool = False
 ) -> tuple[ClientIndex, ClientIndex, ClientIndex | None]:
     """Returns who of the K `clients` has which holdings, by `numbers` [N] of theirs, for training,
-    for testing, and to choose a round by, None: there are none of these; as arrays of `arrays`.
+    for testing, and to choose a round by, None: there are none of these; as NumPy's `on_host`.
     """
     owner, test, apart = holdings.owner, holdings.test, holdings.validation
     sides = (~test, test) if apart is None else (~test & ~apart, test, apart)
-    views = [build_client_index(numbers[side], owner[side], clients, arrays) for side in sides]
+    views = [build_client_index(numbers[side], owner[side], clients, on_host) for side in sides]
     return views[0], views[1], views[2] if len(views) > 2 else None
 
 
@@ -255,7 +256,7 @@ def check_names(pool: Pool, holdings: Partition) -> None:
 
 def federate_on_host(pool: Pool, holdings: Partition, groups: np.ndarray) -> FederatedData:
     """Returns a population whose samples stay on the host; `groups` [K] are the true groups."""
-    train, test, _ = build_views(holdings, len(groups), holdings.sample, np)
+    train, test, _ = build_views(holdings, len(groups), holdings.sample, on_host=True)
     x, most = to_float32(pool.x), int(train.size.max())
     host: Any = {"x": x, "y": pool.y, "owner": None, "shifted": None, "concept": groups}
     host |= describe_source(pool, holdings)
@@ -263,18 +264,17 @@ def federate_on_host(pool: Pool, holdings: Partition, groups: np.ndarray) -> Fed
 
 
 def build_client_index(
-    numbers: np.ndarray, owner: np.ndarray, clients: int, arrays: Any = jnp
+    numbers: np.ndarray, owner: np.ndarray, clients: int, on_host: bool = False
 ) -> ClientIndex:
-    """Groups sample numbers [n] by their owners [n], on the host, as arrays of
-    `arrays`; within a client their order stays.
+    """Groups sample numbers [n] by their owners [n], as NumPy arrays if they stay `on_host`; within
+    a client their order stays.
     """
     size = np.bincount(owner, minlength=clients)
     order = (
         numbers if np.all(owner[1:] >= owner[:-1]) else numbers[np.argsort(owner, kind="stable")]
     )
-    return ClientIndex(
-        *(arrays.asarray(array, np.int32) for array in (order, np.cumsum(size) - size, size))
-    )
+    parts = order, np.cumsum(size) - size, size
+    return ClientIndex(*(part.astype(np.int32) if on_host else _to_device(part) for part in parts))
 
 
 def update_client_index(view: ClientIndex, owner: jax.Array) -> ClientIndex:
