@@ -19,6 +19,7 @@ from hydra.utils import instantiate
 from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
+from fedjax_cfl.cli import conf
 from fedjax_cfl.cli.conf import PACKAGE
 from fedjax_cfl.cli.settings import collect_settings, find_targets, resolve_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
@@ -76,7 +77,7 @@ def build(config: dict[str, Any], may_shrink: bool = True) -> tuple[Setup, Local
     data, scaling = scale_data(config, pool, holdings)
     if may_shrink:
         shrink_cohort(config, data.num_clients)
-    check_sizes(config, data.num_clients, int(data.test.size.sum()))
+    check_sizes(config, data.num_clients, int(np.asarray(data.test.size).sum()))
     task = build_task(config, pool, data.x.shape[1:])
     if config["resident"] != "host":
         # before a batch is cut to the most that a client can have
@@ -426,7 +427,11 @@ def find_inputs(
     loops = list_loops(setup.task, local, setup.data.max_client_samples)
     table = "algorithm.select._partial_" in given and given["rounds"]  # see `build_algorithm`
     recipe = made_of, sorted(values), local.batch_size, local.execution.width, loops, table
-    return Inputs(values, build_with, json.dumps(recipe, default=str), store)
+    # no name tells what functions of somebody's own do, or what a file of devices says
+    named = re.findall(r'"_target_": "([^"]*)"', json.dumps(config, default=str))
+    ours = all(name.startswith(PACKAGE) for name in named) and not given.get("clock.path")
+    lasting = conf.OWN_PROCESS and ours
+    return Inputs(values, build_with, json.dumps(recipe, default=str), store, lasting)
 
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:

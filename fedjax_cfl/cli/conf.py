@@ -9,6 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 PACKAGE = "fedjax_cfl."
 HERE = Path(__file__).resolve().parents[1]
+OWN_PROCESS = False  # the command has started it: nobody has changed a function of the package
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
 
 

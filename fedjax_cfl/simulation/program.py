@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -24,6 +23,7 @@ from fedjax_cfl.simulation.compiler import (
     count_cache_hits,
     parallel_compiler,
 )
+from fedjax_cfl.simulation.exports import Exports
 from fedjax_cfl.simulation.rounds import (
     Carry,
     Plan,
@@ -163,6 +163,7 @@ class Inputs(NamedTuple):
     # all else that the programs are made of, but for shapes of data and the plan; hashable
     recipe: Any = ""
     store: Store | None = None  # has the programs of other runs; None: they are this run's own
+    lasting: bool = False  # and so has the user's cache, see `exports`
 
 
 class Compiled(NamedTuple):
@@ -225,8 +226,8 @@ def compile_run(
     algorithm, task, data, drift, mesh, _ = setup
     check_plan(plan, [data])
     check_data(algorithm, task, drift, data)
-    values, build, recipe, store = inputs or hold_numbers(setup)
-    values = {name: jnp.asarray(value, jnp.float32) for name, value in values.items()}
+    values, build, recipe, store, lasting = inputs or hold_numbers(setup)
+    values = {name: np.float32(value) for name, value in values.items()}
     replicated, data = sharding.replicate(key, mesh), bound_client_samples(data, drift)
     if prefetch.is_on_host(data) or jax.process_count() > 1:
         store = None  # how much of them is on a device depends on the key
@@ -242,9 +243,11 @@ def compile_run(
     given = sharding.replicate(values, mesh), replicated
     parts = feed.length, plan.eval_auxiliary, plan.eval_distance, str(jax.config.values)
     stored = store and (store, (recipe, *parts, describe_shapes((given, feed.data))))
+    exports = Exports(stored[1]) if stored and lasting else None
     padded = feed.data.y.shape != data.y.shape
     # what a run goes on from is written over a start of the padded size, see `driver.begin`
-    compiled = compile_functions(Source(functions, setup, given, feed), fresh or padded, stored)
+    source = Source(functions, setup, given, feed, exports)
+    compiled = compile_functions(source, fresh or padded, stored)
     shapes = state_shapes(setup, key) if padded else compiled.shapes
     return make_program(setup, [data], [shapes], [()], padded, feed, compiled)
 
@@ -285,6 +288,7 @@ class Source(NamedTuple):
     setup: Setup  # of any member
     given: tuple  # the values of settings and the key
     feed: Any  # brings the data, a `DeviceFeed` or `HostFeed`
+    exports: Exports | None = None  # None: they are traced, whatever runs were before
 
     def find_shapes(self, carry: Carry, side: str) -> Carry:
         """Returns the shapes of the carry that the program of a side gets, see `host_rows`."""
@@ -320,23 +324,29 @@ def trace_programs(source: Source) -> Iterator[tuple[str, jax.stages.Traced]]:
     """Yields (name, program) of begin, train and test, each traced when the caller asks for the
     next. Of the arguments only shapes, types and shardings count.
     """
-    (begin, train, test), setup, given, feed = source
+    (begin, train, test), setup, given, feed, exports = source
+    wrap = exports.wrap if exports else lambda name, function, *arguments: function
     side, whole = len(given) + 1, replicated_sharding(setup.mesh)
-    before = jax.eval_shape(begin, *given, feed.shapes("train"))
+    arguments = *given, feed.shapes("train")
+    begin = wrap("begin", begin, *arguments)
+    before = jax.eval_shape(begin, *arguments)
     one = jax.tree.map(  # of one run
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape[before[0].round.ndim :], leaf.dtype), before[0]
     )
     check_models(setup.algorithm, setup.task, one)
     places = place_carry(carry_shapes(setup.algorithm, before, setup.mesh))
-    yield "begin", jax.jit(begin, out_shardings=places).trace(*given, feed.shapes("train"))
+    yield "begin", jax.jit(begin, out_shardings=places).trace(*arguments)
     shapes = source.find_shapes(before, "train")
     results = (*place_carry(shapes), whole)
+    arguments = *given, feed.shapes("train"), *shapes, 0, 1
+    train = wrap("train", train, *arguments)
     step = jax.jit(train, donate_argnums=(side, side + 1), out_shardings=results)
-    yield "train", step.trace(*given, feed.shapes("train"), *shapes, 0, 1)
+    yield "train", step.trace(*arguments)
     found, first = source.init_evaluation(), 0 if feed.on_host else None
     shapes = source.find_shapes(before, "test")
-    step = jax.jit(test, out_shardings=whole)
-    yield "test", step.trace(*given, feed.shapes("test"), *shapes, found, first)
+    arguments = *given, feed.shapes("test"), *shapes, found, first
+    test = wrap("test", test, *arguments)
+    yield "test", jax.jit(test, out_shardings=whole).trace(*arguments)
 
 
 def compile_programs(source: Source, fresh: bool) -> Programs:
