@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import lasting_rows
+from conftest import lasting_rows, nightly
 
 import fedjax_cfl as cfl
-from fedjax_cfl.cli import build, conf, launch
+from fedjax_cfl.cli import build, launch
+from fedjax_cfl.cli.conf import COMMAND
 from fedjax_cfl.cli.settings import resolve_settings
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation import exports, program
@@ -143,7 +144,7 @@ def test_only_runs_of_known_parts_are_kept(settings, lasting, monkeypatch, tmp_p
     config = resolve_settings(["algorithm=ifca", *SMALL.split(), *settings.split()])
     setup, local = build.build(config)
     assert not build.find_inputs(config, setup, local).lasting  # others may have changed functions
-    monkeypatch.setattr(conf, "OWN_PROCESS", True)
+    monkeypatch.setenv(COMMAND, "1")
     assert build.find_inputs(config, setup, local).lasting is lasting
 
 
@@ -158,10 +159,10 @@ class Own:
     """A callback of somebody's own."""
 
 
-@pytest.mark.parametrize("method", ["ifca personal=ditto", "flexcfl"])
+@pytest.mark.parametrize("method", ["ifca personal=ditto", nightly("flexcfl")])
 def test_a_command_reads_what_one_before_has_written(method, fedjax_cfl, folder, monkeypatch):
     exported, real = [], exports.write_program
-    monkeypatch.setattr(conf, "OWN_PROCESS", True)
+    monkeypatch.setenv(COMMAND, "1")
     monkeypatch.setattr(exports, "write_program", lambda *a: exported.append(a) or real(*a))
 
     def run(line):
@@ -174,7 +175,7 @@ def test_a_command_reads_what_one_before_has_written(method, fedjax_cfl, folder,
     run("run_dir=parts rounds=1")
     run("run_dir=parts")
     assert len(exported) == 3
-    monkeypatch.setattr(conf, "OWN_PROCESS", False)
+    monkeypatch.delenv(COMMAND)
     run("run_dir=traced")
     for other in ("two", "parts", "traced"):
         assert lasting_rows("one") == lasting_rows(other)

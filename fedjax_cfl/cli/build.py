@@ -19,8 +19,7 @@ from hydra.utils import instantiate
 from jax.sharding import Mesh
 
 from fedjax_cfl import distributed
-from fedjax_cfl.cli import conf
-from fedjax_cfl.cli.conf import PACKAGE
+from fedjax_cfl.cli.conf import COMMAND, PACKAGE
 from fedjax_cfl.cli.settings import collect_settings, find_targets, resolve_settings, resolve_target
 from fedjax_cfl.client import Local, make_execution
 from fedjax_cfl.client.sgd import list_loops
@@ -430,8 +429,8 @@ def find_inputs(
     # no name tells what functions of somebody's own do, or what a file of devices says
     named = re.findall(r'"_target_": "([^"]*)"', json.dumps(config, default=str))
     ours = all(name.startswith(PACKAGE) for name in named) and not given.get("clock.path")
-    lasting = conf.OWN_PROCESS and ours
-    return Inputs(values, build_with, json.dumps(recipe, default=str), store, lasting)
+    recipe = json.dumps(recipe, default=str)
+    return Inputs(values, build_with, recipe, store, ours and COMMAND in os.environ)
 
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:

@@ -9,7 +9,9 @@ from omegaconf import DictConfig, OmegaConf
 
 PACKAGE = "fedjax_cfl."
 HERE = Path(__file__).resolve().parents[1]
-OWN_PROCESS = False  # the command has started it: nobody has changed a function of the package
+# in the environment: the command has started this process, or a launcher of its sweep, so that
+# nobody has changed a function of the package
+COMMAND = "FEDJAX_CFL_COMMAND"
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
 
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import yaml
 
-from fedjax_cfl.cli import conf
-from fedjax_cfl.cli.conf import CONF, HERE, open_hydra
+from fedjax_cfl.cli.conf import COMMAND, CONF, HERE, open_hydra
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
 from fedjax_cfl.errors import InputError, RunError, as_command
 from fedjax_cfl.runs.labels import find_version
@@ -42,7 +41,7 @@ def enter() -> None:
     ends at once: threads of JAX and Arrow that are still at work then could abort a usual exit,
     after its last line.
     """
-    conf.OWN_PROCESS = True
+    os.environ[COMMAND] = "1"
     gc.set_threshold(50_000, 20, 50)  # most of what imports make stays
     status = main()
     if sys.argv[1:2] == ["predict"]:

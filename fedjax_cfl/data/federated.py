@@ -273,7 +273,7 @@ def build_client_index(
     order = (
         numbers if np.all(owner[1:] >= owner[:-1]) else numbers[np.argsort(owner, kind="stable")]
     )
-    parts = order, np.cumsum(size) - size, size
+    parts: Any = order, np.cumsum(size) - size, size
     return ClientIndex(*(part.astype(np.int32) if on_host else _to_device(part) for part in parts))
 
 

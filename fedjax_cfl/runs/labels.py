@@ -2,6 +2,7 @@
 packages that it ran with.
 """
 
+import functools
 import importlib.metadata
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -65,6 +66,7 @@ def name_parts(names: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, 
     return {**names, **called}
 
 
+@functools.cache  # reading what is installed takes as long as writing a run's files
 def find_version(package: str) -> str | None:
     """Returns the version of an installed package; None: it runs from a source tree, or is not
     there.

@@ -243,9 +243,15 @@ def take_member(program: Program, member: int, carry: Carry) -> tuple[State, Any
     place = program.places[member]
     if not place and not program.padded:
         return gather_to_hosts(carry)
-    return jax.tree.map(
-        lambda leaf, like: leaf[(*place, *map(slice, like.shape))], carry, program.shapes[member]
-    )
+
+    def take(leaf: Any, like: Any) -> Any:
+        if leaf.shape == like.shape:
+            return leaf
+        # of a run alone by NumPy: in JAX each size would be a program of its own
+        whole = leaf if place else np.asarray(leaf)
+        return whole[(*place, *map(slice, like.shape))]
+
+    return jax.tree.map(take, carry, program.shapes[member])
 
 
 def make_result(

@@ -2,6 +2,7 @@
 runs at once are in `vectorize`.
 """
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -127,6 +128,7 @@ class Store:
     def __init__(self):
         self._programs: dict[Any, Programs] = {}
         self._rooms: dict[Any, Room] = {}
+        self._states: dict[Any, State] = {}  # their shapes, which sizes of data do not change
 
     def pad(self, recipe: str, data: FederatedData) -> FederatedData:
         """Returns data of the size that the programs of a recipe have: theirs, or, where it is
@@ -139,6 +141,18 @@ class Store:
         if (both := merge_rooms([room, own])) != room:
             room = self._rooms[alike] = widen_room(both)
         return data if room == own else pad_data(data, room)
+
+    def find_shapes(self, made_of: Any, setup: Setup, key: Key, wide: FederatedData) -> Carry:
+        """Returns the shapes of the carry of a run alone whose programs are of the size of `wide`.
+        Those of the state are found once, if they are the same for data of which all sizes differ.
+        """
+        shapes = state_shapes(setup, key, self._states.get(made_of))
+        rooms = measure_room(bound_client_samples(setup.data, setup.drift)), measure_room(wide)
+        sizes = [(room.rows, room.client_samples, *room.sides.values()) for room in rooms]
+        states = describe_shapes(shapes[0]), describe_shapes(self._programs[made_of].trained[0])
+        if states[0] == states[1] and all(map(operator.ne, *sizes)):
+            self._states[made_of] = shapes[0]
+        return shapes
 
     def find(self, made_of: Any, fresh: bool) -> Programs | None:
         """Returns the programs of this kind, None: there are none, or none to begin with."""
@@ -248,7 +262,9 @@ def compile_run(
     # what a run goes on from is written over a start of the padded size, see `driver.begin`
     source = Source(functions, setup, given, feed, exports)
     compiled = compile_functions(source, fresh or padded, stored)
-    shapes = state_shapes(setup, key) if padded else compiled.shapes
+    shapes = compiled.shapes
+    if store and stored and padded:
+        shapes = store.find_shapes(stored[1], setup, key, feed.data)
     return make_program(setup, [data], [shapes], [()], padded, feed, compiled)
 
 
