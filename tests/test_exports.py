@@ -106,7 +106,7 @@ def test_what_a_method_says_while_it_is_traced_is_said(folder):
         raise InputError("algorithm: cannot use it")
 
     with pytest.raises(InputError, match="cannot use it"):
-        Exports("a").wrap("refuse", refuse, jnp.ones(2))
+        jax.jit(Exports("a").wrap("refuse", refuse, jnp.ones(2)))(jnp.ones(2))
 
 
 def test_files_that_nobody_reads_go(traced, folder, monkeypatch):

@@ -25,7 +25,6 @@ import numpy as np
 import optax
 from jax import export
 
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.simulation.compiler import find_compile_cache
 
 HOME = Path(__file__).resolve().parents[1]
@@ -61,12 +60,13 @@ class Exports:
                 return function(*jax.tree.unflatten(structure, leaves))
 
             flat.__name__ = name
+            # a number is traced as one of Python, which gives way to the type of an array
+            number = jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
+            shapes = [number if isinstance(leaf, int) else leaf for leaf in leaves]
             try:
-                exported = export.export(jax.jit(flat))(*map(describe, leaves))
+                exported = export.export(jax.jit(flat))(*shapes)
                 write_program(path, exported)
-            except InputError:
-                raise
-            except (ValueError, NotImplementedError):  # what it calls cannot be written
+            except (ValueError, NotImplementedError):  # it cannot be written, or says what is wrong
                 return function
 
         def call(*arguments: Any) -> Any:
@@ -74,12 +74,6 @@ class Exports:
 
         call.__name__ = name
         return call
-
-
-def describe(leaf: Any) -> jax.ShapeDtypeStruct | jax.Array:
-    """Returns what a number is to a program that is traced with it; the others are described."""
-    whole = jax.ShapeDtypeStruct((), jnp.int32, weak_type=True)
-    return whole if isinstance(leaf, int) else leaf
 
 
 def read_program(path: Path) -> export.Exported | None:
