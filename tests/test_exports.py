@@ -132,7 +132,7 @@ def test_without_a_folder_programs_are_traced_every_time(traced, tmp_path, monke
     ("settings", "lasting"),
     [
         ("", True),
-        ("personal=ditto drift=swap_all", True),
+        ("personal=ditto drift=swap_all schedule=cosine", True),
         ("algorithm._target_=test_exports.own_method", False),
         ("callbacks=[{_target_:fedjax_cfl.Callback},{_target_:test_exports.Own}]", False),
         ("clock=fedscale clock.path=devices.csv", False),
