@@ -30,9 +30,9 @@ def test_equal_scores_share_the_mean_of_their_ranks():
 
 def test_one_setting_with_one_seed_has_its_own_ranks():
     found = ranks.rank_methods([np.array([[0.2, 0.8, 0.5]])])
-    for each in (found.mean, found.low, found.high):
+    for each in (found["mean_rank"], found["low"], found["high"]):
         np.testing.assert_array_equal(each, [3, 1, 2])
-    np.testing.assert_array_equal(found.first, [0, 1, 0])
+    np.testing.assert_array_equal(found["share_first"], [0, 1, 0])
 
 
 def test_settings_are_drawn_and_seeds_within_them():
@@ -45,9 +45,9 @@ def test_settings_are_drawn_and_seeds_within_them():
             firsts.append(np.mean([stats.rankdata(-mean) for mean in means], axis=0)[0])
     found = ranks.rank_methods(scores)
     low, high = np.quantile(firsts, [0.05, 0.95], method="inverted_cdf")
-    assert found.low[0] == low and found.high[0] == high
-    assert found.first[0] == pytest.approx(np.mean(np.array(firsts) <= 1.5), abs=0.02)
-    assert found.mean[0] == 1.0
+    assert found["low"][0] == low and found["high"][0] == high
+    assert found["share_first"][0] == pytest.approx(np.mean(np.array(firsts) <= 1.5), abs=0.02)
+    assert found["mean_rank"][0] == 1.0
 
 
 def test_tests_are_those_of_scipy():
@@ -353,7 +353,7 @@ def test_a_run_that_is_not_finite_is_the_worst():
     ]
     found = ranks.collect_scores(cells)
     np.testing.assert_array_equal(found.of_seeds[0], [[0.2, 0.5], [0.4, 0.0]])
-    assert ranks.rank_methods(found.of_seeds).mean.tolist() == [1.0, 2.0]
+    assert ranks.rank_methods(found.of_seeds)["mean_rank"].tolist() == [1.0, 2.0]
 
 
 def test_a_method_of_ones_own_is_ranked_where_it_ran():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.transforms import Bbox
 
@@ -151,12 +152,12 @@ def describe_choice(run_dir: Path) -> dict[str, Any]:
 def draw(
     table: dict,
     scores: ranks.Scores,
-    ranked: ranks.Ranks,
+    ranked: pd.DataFrame,
     cells: Sequence[dict[str, Any]],
     path: Path,
 ) -> None:
     """Draws mean ranks, scores by method and setting, and scores against megabytes."""
-    order = np.argsort(ranked.mean)
+    order = np.argsort(ranked["mean_rank"].to_numpy())
     count, settings = len(scores.methods), scores.settings
     fronts = -(-len(settings) // 2)
     width = 5.5 + 0.75 * len(settings) + 4.2 * min(2, len(settings))
@@ -180,15 +181,14 @@ def draw(
     save_figure(figure, path)
 
 
-def draw_ranks(axes: Axes, scores: ranks.Scores, ranked: ranks.Ranks, order: np.ndarray) -> None:
+def draw_ranks(axes: Axes, scores: ranks.Scores, ranked: pd.DataFrame, order: np.ndarray) -> None:
     """Draws mean ranks with their intervals, the best at the top, and the critical difference."""
-    places = np.arange(len(order))
-    spans = np.abs(np.stack([ranked.low, ranked.high]) - ranked.mean)[:, order]
-    axes.errorbar(ranked.mean[order], places, xerr=spans, fmt="o", markersize=4, color="#0072B2")
+    places, mean = np.arange(len(order)), ranked["mean_rank"].to_numpy()
+    spans = np.abs(ranked[["low", "high"]].to_numpy().T - mean)[:, order]
+    axes.errorbar(mean[order], places, xerr=spans, fmt="o", markersize=4, color="#0072B2")
     if said := len(scores.settings) > 1:
         apart = ranks.critical_difference(len(order), len(scores.settings))
-        best = ranked.mean.min()
-        axes.axvspan(best, min(best + apart, len(order)), color="0.92", zorder=0)
+        axes.axvspan(mean.min(), min(mean.min() + apart, len(order)), color="0.92", zorder=0)
     style_axes(axes, "mean rank", "grey: not told from the best" if said else "", "")
     axes.set_yticks(places, [escape_plot(scores.methods[j]) for j in order], fontsize=9)
     axes.set_ylim(len(order) - 0.5, -0.5)

@@ -29,15 +29,6 @@ LEVEL = 0.05  # of the critical difference
 FORM = "expected a cells.csv of cflbench, or columns setting, method, score (or scores, of seeds)"
 
 
-class Ranks(NamedTuple):
-    """What is said of each method, [k]."""
-
-    mean: np.ndarray  # over settings
-    low: np.ndarray  # of the bootstrap interval
-    high: np.ndarray
-    first: np.ndarray  # share of the resamples in which no method has a smaller mean rank
-
-
 class Scores(NamedTuple):
     """The methods that are ranked, in which settings, and their scores."""
 
@@ -64,27 +55,23 @@ def read_cells(path: Path, where: str = "") -> list[dict[str, Any]]:
     where = where or str(path)
     try:
         if not path.is_file():  # a device may never end
-            raise InputError(f"{where}: cannot be read (no such file)")
+            raise ValueError("no such file")
         table = pd.read_csv(path, dtype=str, keep_default_na=False)
     except (OSError, ValueError) as error:  # pandas' parser errors are ValueErrors
         reason = " ".join(str(error).split())
         raise InputError(f"{where}: cannot be read ({reason}); {FORM}") from None
-    for name in ("setting", "method"):
-        if name not in table:
-            raise InputError(f"{where}: has no column {name}, {FORM}")
-    if not {"score", "scores"} & {*table}:
-        raise InputError(f"{where}: has no column score or scores, {FORM}")
-    cells: dict[tuple[str, str], dict[str, Any]] = {}
-    for number, line in enumerate(table.to_dict("records"), 2):
+    for names in (["setting"], ["method"], ["score", "scores"]):
+        if not {*names} & {*table}:
+            raise InputError(f"{where}: has no column {' or '.join(names)}, {FORM}")
+    repeated, cells = table.duplicated(["setting", "method"]), []
+    for number, line in enumerate(table.to_dict("records")):
         try:
-            cell = check_cell({str(name): str(text) for name, text in line.items()})
+            cells.append(check_cell(line))
+            if repeated[number]:
+                raise ValueError(f"{line['setting']}, {line['method']} is there already")
         except ValueError as error:
-            raise InputError(f"{where}, line {number}: {error}") from None
-        place = cell["setting"], cell["method"]
-        if place in cells:
-            raise InputError(f"{where}, line {number}: {', '.join(place)} is there already")
-        cells[place] = cell
-    return list(cells.values())
+            raise InputError(f"{where}, line {number + 2}: {error}") from None
+    return cells
 
 
 def read_number(name: str, text: str, low: float = -math.inf) -> float:
@@ -99,7 +86,7 @@ def read_number(name: str, text: str, low: float = -math.inf) -> float:
     return value
 
 
-def check_cell(line: dict[str, str]) -> dict[str, Any]:
+def check_cell(line: dict[Any, str]) -> dict[str, Any]:
     """Returns a line of a file of cells, of which score, sd, seeds and scores are numbers. Raises
     ValueError where they are none or do not fit one another.
     """
@@ -111,17 +98,15 @@ def check_cell(line: dict[str, str]) -> dict[str, Any]:
     seeds = int(count)
     if len(scores) not in (0, seeds):
         raise ValueError(f"scores {line['scores']}: as many as seeds, {seeds}, or none")
-    found = {
-        "score": read_number("score", line["score"]) if line.get("score") else math.nan,
-        "sd": read_number("sd", line["sd"], 0.0) if line.get("sd") else None,
-    }
+    score = read_number("score", line["score"]) if line.get("score") else math.nan
+    sd = read_number("sd", line["sd"], 0.0) if line.get("sd") else None
     if scores:
-        sd = float(np.std(scores, ddof=1)) if seeds > 1 else math.nan
-        for name, value in {"score": float(np.mean(scores)), "sd": sd}.items():
-            if line.get(name) and not math.isclose(found[name], value, abs_tol=1e-6):
+        mean, of_seeds = float(np.mean(scores)), pd.Series(scores).std(skipna=False)
+        for name, given, value in (("score", score, mean), ("sd", sd, of_seeds)):
+            if line.get(name) and not math.isclose(given, value, abs_tol=1e-6):
                 raise ValueError(f"{name} {line[name]}: of scores {line['scores']} it is {value:g}")
-        found["score"] = float(np.mean(scores))
-    return line | found | {"seeds": seeds, "scores": scores}
+        score = mean
+    return line | {"score": score, "sd": sd, "seeds": seeds, "scores": scores}
 
 
 def collect_scores(cells: Sequence[dict[str, Any]], own: Sequence[str] = ()) -> Scores:
@@ -153,10 +138,12 @@ def rank_settings(means: np.ndarray) -> np.ndarray:
     return pd.DataFrame(-means).rank(axis=1).to_numpy()
 
 
-def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
-    """Returns mean ranks with intervals of level `INTERVAL` from a hierarchical bootstrap
-    (Davison and Hinkley 1997, section 3.8): settings are drawn, then seeds within each, of all
-    methods the same. `scores` of each setting are [seeds, methods], the higher the better.
+def rank_methods(scores: Sequence[np.ndarray]) -> pd.DataFrame:
+    """Returns of each method its `mean_rank` over settings, its interval `low` to `high` of level
+    `INTERVAL` from a hierarchical bootstrap (Davison and Hinkley 1997, section 3.8), where settings
+    are drawn, then seeds within each, of all methods the same, and `share_first`, the share of the
+    resamples in which no method has a smaller one. `scores` of each setting are [seeds, methods],
+    the higher the better.
 
     Of one setting and one seed there is nothing to be drawn: the interval is its ranks. Of few
     settings it is too narrow.
@@ -173,7 +160,7 @@ def rank_methods(scores: Sequence[np.ndarray]) -> Ranks:
     low, high = np.quantile(drawn, [(1 - INTERVAL) / 2, (1 + INTERVAL) / 2], axis=0)
     first = (drawn <= drawn.min(1, keepdims=True)).mean(0)
     mean = rank_settings(np.stack([each.mean(0) for each in scores])).mean(0)
-    return Ranks(mean, low, high, first)
+    return pd.DataFrame({"mean_rank": mean, "low": low, "high": high, "share_first": first})
 
 
 def friedman(means: np.ndarray) -> float | None:
@@ -240,18 +227,19 @@ def list_differences(
             shared = min(len(cell["scores"]), len(other["scores"]))
             sides = [np.nan_to_num(each["scores"][:shared], nan=0.0) for each in (cell, other)]
             gaps = statistics.subtract(*sides)
-            found = statistics.bootstrap_mean(gaps if shared else [cell["score"] - other["score"]])
+            mean, low, high, _ = statistics.bootstrap_mean(
+                gaps if shared else [cell["score"] - other["score"]]
+            )
             line = {"setting": setting, "method": method, "minus": minus, "best": minus == best}
-            line |= {"seeds": shared, "mean": found.mean, "low": found.low, "high": found.high}
+            line |= {"seeds": shared, "mean": mean, "low": low, "high": high}
             lines.append(line | {"p": statistics.find_chance(gaps)})
     return lines
 
 
-def list_ranks(scores: Scores, ranked: Ranks, baseline: str | None) -> list[dict[str, Any]]:
-    """Returns the lines of ranks.csv, the best first."""
+def list_ranks(scores: Scores, ranked: pd.DataFrame, baseline: str | None) -> list[dict[str, Any]]:
+    """Returns the lines of ranks.csv, the best first; `ranked` is that of `rank_methods`."""
     means, methods = scores.means, scores.methods
-    columns = dict(zip(("mean_rank", "low", "high", "share_first"), ranked, strict=True))
-    table = pd.DataFrame({"method": methods, **columns, "mean_score": means.mean(0)})
+    table = pd.DataFrame({"method": methods}).join(ranked).assign(mean_score=means.mean(0))
     place = methods.index(baseline) if baseline in methods else None
     theirs = np.nan if place is None else means[:, [place]]
     table["minus_baseline"] = (means - theirs).mean(0)
@@ -308,7 +296,7 @@ def write_ranks(
     title: str,
     baseline: str | None = None,
     own: Sequence[str] = (),
-) -> tuple[Scores, Ranks] | None:
+) -> tuple[Scores, pd.DataFrame] | None:
     """Writes ranks.csv and ranks.md of cells into the folder `out`; returns what they are made of,
     None, and writes nothing, where fewer than two methods ran in the same settings.
     """

@@ -5,7 +5,6 @@ an exact test that is corrected for the number of comparisons.
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -23,18 +22,10 @@ TOLERANCE = 1e-12  # of sums, in units of the largest difference
 PAIRED = (*(f"{name}_{score.name}" for name in ("final", "worst10") for score in SCORES), "ari")
 
 
-class Estimate(NamedTuple):
-    """A mean over seeds and its bootstrap interval; NaN without values, or without two."""
-
-    mean: float
-    low: float
-    high: float
-    values: int  # how many there are
-
-
-def bootstrap_mean(values: ArrayLike) -> Estimate:
-    """Returns the mean of values [n], without nulls, and the percentile bootstrap interval of
-    level LEVEL (Efron 1979), from resamples that a fixed seed draws.
+def bootstrap_mean(values: ArrayLike) -> tuple[float, float, float, int]:
+    """Returns the mean of values [n], without nulls, low and high end of the percentile bootstrap
+    interval of level LEVEL (Efron 1979), from resamples that a fixed seed draws, and how many
+    values there are. The mean is NaN without values, the interval without two.
 
     Few values make it too narrow: three can only give ten different means.
     """
@@ -42,10 +33,10 @@ def bootstrap_mean(values: ArrayLike) -> Estimate:
     kept = kept[~np.isnan(kept)]
     mean = float(kept.mean()) if kept.size else math.nan
     if kept.size < 2:
-        return Estimate(mean, math.nan, math.nan, kept.size)
+        return mean, math.nan, math.nan, kept.size
     drawn = np.random.default_rng(0).integers(kept.size, size=(RESAMPLES, kept.size))
     low, high = np.quantile(kept[drawn].mean(1), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Estimate(mean, float(low), float(high), kept.size)
+    return mean, float(low), float(high), kept.size
 
 
 def subtract(one: ArrayLike, other: ArrayLike) -> np.ndarray:
