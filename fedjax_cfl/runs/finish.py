@@ -12,7 +12,7 @@ import numpy as np
 
 from fedjax_cfl.errors import RunError, warn
 from fedjax_cfl.runs import results
-from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments
+from fedjax_cfl.runs.assignments import ASSIGNMENTS_FILE, finish_assignments, sample_clients
 from fedjax_cfl.runs.callbacks import copy_models
 from fedjax_cfl.runs.labels import PACKAGES, find_version, name_parts
 from fedjax_cfl.runs.saved_models import BEST_FILE, FINAL_FILE, load_arrays, save_arrays
@@ -78,7 +78,7 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
             f"{name} is not written", lambda: results.write_clients(run_dir, table, name, run_id)
         )
     clients = result.data.num_clients
-    recorded = member.settings.draw_recorded_clients(clients)
+    recorded = sample_clients(clients, member.settings.assignments, member.settings.seed)
     attempt(
         f"{ASSIGNMENTS_FILE} is not written",
         lambda: finish_assignments(run_dir, recorded, clients, run_id),

@@ -7,7 +7,6 @@ temporary name and then renamed, so that no reader sees half a file.
 """
 
 import contextlib
-import csv
 import json
 import math
 import os
@@ -93,15 +92,11 @@ def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
     """Writes rows of the same names as a table for spreadsheets; NaN and None leave a cell
     empty.
     """
-    with (
-        atomic_write(path) as temporary,
-        temporary.open("w", newline="", encoding="utf-8") as handle,
-    ):
-        writer = csv.writer(handle)
-        writer.writerow(rows[0])
-        for row in rows:
-            # of all values NaN alone is not itself
-            writer.writerow(escape_csv(v) if v == v else "" for v in row.values())
+    import pandas  # only now: a run needs none of it
+
+    table = pandas.DataFrame(rows, dtype=object).map(escape_csv)
+    with atomic_write(path) as temporary:
+        table.to_csv(temporary, index=False, lineterminator="\r\n")
 
 
 def write_clients(

@@ -22,6 +22,7 @@ from fedjax_cfl import distributed
 from fedjax_cfl.data.federated import format_description
 from fedjax_cfl.errors import InputError, RunError
 from fedjax_cfl.formatting import escape_markup, flatten_settings
+from fedjax_cfl.runs.assignments import sample_clients
 from fedjax_cfl.runs.callbacks import Checkpoints, Interrupt, Log, Rows, Validation
 from fedjax_cfl.runs.display import describe_met_rule, print_summary
 from fedjax_cfl.runs.finish import Member, attempt, finish_run
@@ -61,8 +62,7 @@ def write_settings(member: Member) -> None:
     """
     folder = member.run_dir / ".hydra"
     folder.mkdir(exist_ok=True)
-    asked = {"config": member.settings.everything, "overrides": member.overrides}
-    for name, value in asked.items():
+    for name, value in ("config", member.settings.everything), ("overrides", member.overrides):
         text = yaml.safe_dump(to_plain(value), sort_keys=False)
         write_text(folder / f"{name}.yaml", text)
 
@@ -77,16 +77,15 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     `inputs` are the numbers that its programs are given, see `Inputs`, None: they hold all
     numbers; `start` is where it stands, None: it begins.
     """
-    settings, console = member.settings, print_head(member, setup)
-    key, fresh = jax.random.key(settings.seed), start is None
-
-    def compile_program(plan: Plan) -> Program:
-        return compile_run(setup, key, plan, fresh, inputs)
-
-    starts = None if start is None else [start]
-    status, summaries = train_members([member], [setup], compile_program, starts)
+    console, key = print_head(member, setup), jax.random.key(member.settings.seed)
+    status, summaries = train_members(
+        [member],
+        [setup],
+        lambda plan: compile_run(setup, key, plan, start is None, inputs),
+        None if start is None else [start],
+    )
     for summary in summaries:
-        print_summary(settings, member.run_dir, setup.algorithm.clustered, summary, console)
+        print_summary(member.settings, member.run_dir, setup.algorithm.clustered, summary, console)
         draw = partial(member.draw, member.run_dir, summary)
         attempt("curves.png is not drawn", draw, without_disk=True)
     return status
@@ -138,12 +137,8 @@ def train_members(
     try:
         with catch_signals() as asked, contextlib.ExitStack() as files:
             program = compile_program(plan)
-            watches = [
-                watch_run(member, setup, start, len(members), asked, files)
-                for member, setup, start in zip(
-                    members, setups, starts or [None] * len(members), strict=True
-                )
-            ]
+            each = zip(members, setups, starts or [None] * len(members), strict=True)
+            watches = [watch_run(*one, len(members), asked, files) for one in each]
             found = drive(program, plan, starts, watches)
             done = int(found[0].state.round)
             if done < plan.rounds and not has_ended_early(settings, run_dir):
@@ -151,10 +146,7 @@ def train_members(
                 return 128 + (asked[0] if asked else signal.SIGTERM), []  # or another process was
             if not distributed.is_primary():
                 return 0, []
-            return 0, [
-                finish_run(member, setup, result)
-                for member, setup, result in zip(members, setups, found, strict=True)
-            ]
+            return 0, [*map(finish_run, members, setups, found)]
     except OSError as error:
         raise RunError(
             f"run_dir={run_dir}: {error.strerror or error}; what was written before can be resumed"
@@ -187,7 +179,7 @@ def watch_run(
         settings = settings._replace(checkpoint=every._replace(keep=max(2, every.keep)))
     if begun < settings.plan.rounds:  # of fewer rounds: while it goes on, the run is not finished
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)
-    clients = settings.draw_recorded_clients(setup.data.num_clients)
+    clients = sample_clients(setup.data.num_clients, settings.assignments, settings.seed)
     rows = Rows(run_dir, clients, files)
     has_validation = settings.patience or settings.choose == "best_validation"
     callbacks = [
@@ -284,9 +276,10 @@ def train_grid(
     inside = grid_points({name: values for name, values in grid.items() if name != "seed"})
     values = {name: [point[name] for point in inside] for name in inside[0]}
     keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [settings.seed])])
-
-    def compile_program(plan: Plan) -> Program:
-        return compile_members(make, first, sets, keys, values, plan)
-
     each = [setup for setup in setups for _ in inside]
-    return train_members(members, each, compile_program, starts)[0]
+    return train_members(
+        members,
+        each,
+        lambda plan: compile_members(make, first, sets, keys, values, plan),
+        starts,
+    )[0]

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 
 from fedjax_cfl.formatting import flatten_settings
-from fedjax_cfl.runs.assignments import sample_clients
 from fedjax_cfl.runs.labels import is_execution
 from fedjax_cfl.simulation.rounds import Plan
 from fedjax_cfl.types import FederatedData
@@ -45,10 +44,6 @@ class RunSettings(NamedTuple):
     resume: Literal["auto", "must", "never"] = "auto"
     choose: Literal["last", "best_validation"] = "last"  # the round that is reported
     patience: int = 0  # tests without a better validation score after which it ends, 0: never
-
-    def draw_recorded_clients(self, num_clients: int) -> np.ndarray:
-        """Returns the clients [R], of K = `num_clients`, whose groups the run keeps."""
-        return sample_clients(num_clients, self.assignments, self.seed)
 
 
 def run_identity(settings: RunSettings, data: FederatedData) -> dict[str, Any]:
