@@ -34,12 +34,14 @@ def suggest_groups(data: FederatedData) -> list[Clusters]:
     x, y, client = draw_samples(data, rng)
     if client.size == 0 or (count := int(client.max()) + 1) < 4:
         return []
-    found = [
-        Clusters(by, *find_clusters(project(each, AXES), rng))
-        for by, each in describe_clients(x, y, client, count).items()
-    ]
-    clear = [each for each in found if each.silhouette > each.chance]
-    return sorted(clear, key=lambda each: each.chance - each.silhouette)
+    found = []
+    for by, each in describe_clients(x, y, client, count).items():
+        values = project(each, AXES)
+        groups, silhouette = join_rows(values)
+        draws = rng.normal(size=(DRAWS, *values.shape)) * values.std(0)
+        if silhouette > (chance := max(join_rows(draw)[1] for draw in draws)):
+            found.append(Clusters(by, groups, silhouette, chance))
+    return sorted(found, key=lambda each: each.chance - each.silhouette)
 
 
 def draw_samples(
@@ -101,15 +103,6 @@ def project(values: np.ndarray, most: int) -> np.ndarray:
     some = values if len(values) <= 2000 else rng.choice(values, 2000, replace=False)
     axes = np.linalg.svd(some, full_matrices=False)[2]
     return values @ axes[:most].T
-
-
-def find_clusters(values: np.ndarray, rng: np.random.Generator) -> tuple[int, float, float]:
-    """Returns the best number of clusters of rows [K, V], its silhouette, and the largest that rows
-    without clusters reach.
-    """
-    count, best = join_rows(values)
-    draws = rng.normal(size=(DRAWS, *values.shape)) * values.std(0)
-    return count, best, max(join_rows(draw)[1] for draw in draws)
 
 
 def join_rows(values: np.ndarray) -> tuple[int, float]:

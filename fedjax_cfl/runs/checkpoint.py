@@ -173,11 +173,10 @@ def load_arrays(folder: str | Path, step: int | None = None) -> dict[str, np.nda
     for name, digest in header["files"].items():
         if hash_file(folder / str(step) / name) != digest:
             raise ValueError(f"{step}/{name} has changed since it was written")
-    sizes = {name: spec.partition("[")[2].rstrip("]") for name, spec in header["leaves"].items()}
     names = {
         str(n): name
-        for n, (name, sides) in enumerate(sizes.items())
-        if "0" not in sides.split(", ")
+        for n, (name, spec) in enumerate(header["leaves"].items())
+        if "0" not in re.findall(r"\d+", spec.rpartition("[")[2])
     }
     if not names:
         return {}

@@ -405,19 +405,14 @@ def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> n
     """Returns function(task, models, *blocks, owner) of the samples of `arrays` [N, ...], block by
     block, without the rows of the padding, whose owner is -1.
     """
-    found = []
+    found, compiled = [], jax.jit(function, static_argnums=0)
     for start in range(0, len(arrays[0]), BLOCK):
         blocks = [array[start : start + BLOCK] for array in arrays]
         count = len(blocks[0])
         full = [np.pad(x, [(0, BLOCK - count)] + [(0, 0)] * (x.ndim - 1)) for x in blocks]
         owner = np.where(np.arange(BLOCK) < count, 0, -1)
-        found.append(np.asarray(_compile(function, task, models, *full, owner))[:count])
+        found.append(np.asarray(compiled(task, models, *full, owner))[:count])
     return np.concatenate(found)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _compile(function: Any, *arguments: Any) -> jax.Array:
-    return function(*arguments)
 
 
 def _predict(task: Task, model: Params, x: jax.Array, owner: jax.Array) -> jax.Array:
