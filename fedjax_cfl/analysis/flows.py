@@ -33,11 +33,6 @@ def has_groups(groups: np.ndarray) -> bool:
     return any(1 < np.unique(met).size <= max(2, met.size // 2) for met in each)
 
 
-def count_shared(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Returns how many clients sets [a, R] bool and others [b, R] have in common: [a, b]."""
-    return one.astype(int) @ other.T.astype(int)
-
-
 def match_groups(groups: np.ndarray) -> np.ndarray:
     """Returns groups [E, R], renumbered so that a number means the same group throughout.
 
@@ -50,7 +45,7 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
         present, before = (np.unique(each[each >= 0]) for each in (own, followed[-1]))
         name = dict[int, int]()
         if before.size and present.size:
-            overlap = count_shared(own == present[:, None], followed[-1] == before[:, None])
+            overlap = (own == present[:, None]).astype(int) @ (followed[-1][:, None] == before)
             pairs = np.transpose(linear_sum_assignment(-overlap)).tolist()
             name = {int(present[new]): int(before[old]) for new, old in pairs if overlap[new, old]}
         for group in present.tolist():

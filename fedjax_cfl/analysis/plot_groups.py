@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from scipy.optimize import linear_sum_assignment
+from scipy.spatial.distance import cdist
 
 from fedjax_cfl.analysis import flows, plot
 from fedjax_cfl.runs.assignments import Assignments
@@ -208,20 +209,19 @@ def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None
 
 def _draw_contingency(axes: Axes, group: np.ndarray, concept: np.ndarray) -> None:
     met = group >= 0
-    found, true = np.unique(group[met]), np.unique(concept[met])
-    counts = flows.count_shared(group == found[:, None], concept == true[:, None])
-    rows, columns = linear_sum_assignment(-counts)
-    first = pd.Series(columns, rows).reindex(range(found.size), fill_value=true.size)
-    by_truth = first.sort_values(kind="stable").index
-    counts, found = counts[by_truth], found[by_truth]
-    shares = counts / counts.sum(1, keepdims=True).clip(1)
+    table = pd.crosstab(group[met], concept[met])
+    rows, columns = linear_sum_assignment(-table)
+    first = pd.Series(columns, rows).reindex(range(len(table)), fill_value=len(table.columns))
+    table = table.iloc[first.sort_values(kind="stable").index]
+    counts = table.to_numpy()
+    shares = counts / counts.sum(1, keepdims=True)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
     amid = {"ha": "center", "va": "center", "fontsize": 9}
     for row, column in np.argwhere(counts) if counts.size <= 400 else ():
         colour = "white" if shares[row, column] > 0.6 else "black"
         axes.text(column, row, f"{counts[row, column]:,}", color=colour, **amid)
-    names = ["unknown" if value < 0 else str(value) for value in true.tolist()]
-    for axis, ticks in ((axes.xaxis, names), (axes.yaxis, list(map(str, found.tolist())))):
+    names = ["unknown" if value < 0 else str(value) for value in table.columns]
+    for axis, ticks in ((axes.xaxis, names), (axes.yaxis, list(map(str, table.index)))):
         step = -(-len(ticks) // 25)
         axis.set_ticks(range(0, len(ticks), step), ticks[::step])
     axes.spines[:].set_visible(False)
@@ -235,7 +235,7 @@ def measure_similarity(labels: np.ndarray) -> np.ndarray:
     1 for equal shares, 0 where no label is common, [S, S].
     """
     shares = labels / labels.sum(1, keepdims=True).clip(1)
-    return np.stack([1 - np.abs(shares - own).sum(1) / 2 for own in shares])
+    return 1 - cdist(shares, shares, "cityblock") / 2
 
 
 def _draw_likeness(axes: Axes, group: np.ndarray, concept: np.ndarray, labels: np.ndarray) -> None:

@@ -166,9 +166,7 @@ def count_labels(held: FederatedData) -> np.ndarray:
     """Returns how many training samples of each label every client holds, [K, C]; on the
     host.
     """
-    order, start, size = (
-        np.asarray(part) for part in (held.train.order, held.train.start, held.train.size)
-    )
+    order, start, size = map(np.asarray, (held.train.order, held.train.start, held.train.size))
     client = np.repeat(np.arange(held.num_clients), size)
     inside = np.arange(client.size) - np.repeat(np.cumsum(size) - size, size)
     labels = np.asarray(held.y)[order[start[client] + inside]]

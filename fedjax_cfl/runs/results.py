@@ -303,9 +303,8 @@ def series(rows: list[dict[str, Any]], name: str) -> np.ndarray:
     """
     values = [row.get(name) for row in rows]
     width = max((len(value) for value in values if isinstance(value, list)), default=0)
-    if not width:
-        return np.array([math.nan if value is None else value for value in values], float)
-    return np.array([value if value is not None else [None] * width for value in values], float)
+    blank = [None] * width or None  # which NumPy reads as NaN
+    return np.array([blank if value is None else value for value in values], float)
 
 
 # numbers
