@@ -80,7 +80,7 @@ def make_run(folder: Path, clients: int) -> Path:
         "concept": rng.integers(3, size=clients),
         "accuracy": np.where(rng.random(clients) < 0.1, np.nan, rng.random(clients)),
     }
-    results.write_clients(folder, columns)
+    results.write_parquet(folder / "clients.parquet", columns)
     row = {"round": 1, "accuracy": 0.5, "bytes_up": 1, "bytes_down": 1, "local_steps": 2}
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     summary = {"algorithm": "<script>alert(1)</script>", "dataset": "digits", "seed": 0}

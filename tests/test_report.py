@@ -8,7 +8,6 @@ import io
 import json
 import math
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
@@ -29,10 +28,9 @@ from fedjax_cfl.runs.results import (
     read_metrics,
     rounds_to,
     summarize_rows,
-    write_clients,
     write_json,
+    write_parquet,
 )
-from fedjax_cfl.simulation.callback import RunInfo
 
 
 def row(number, accuracy, m=1, **more):
@@ -156,8 +154,8 @@ def test_writers_are_atomic(tmp_path):
         "b": None,
         "c": str(tmp_path),
     }
-    write_clients(
-        tmp_path,
+    write_parquet(
+        tmp_path / "clients.parquet",
         {
             "client": np.arange(3),
             "accuracy": np.array([0.1, 0.2, 0.3]),
@@ -231,8 +229,7 @@ def test_final_table_shows_numbers_and_leaves_out_nulls():
 def show_progress(folder):
     """Yields show(row) of a run of ten rounds."""
     with contextlib.ExitStack() as files:
-        log = callbacks.Log(SimpleNamespace(plan=SimpleNamespace(rounds=10)), True, files)
-        log.on_start(RunInfo(folder), lambda: None)
+        log = callbacks.Log(10, folder, 0, True, files)
         yield lambda row: log.on_rows(row, None, lambda: None)
 
 

@@ -25,7 +25,7 @@ from scipy.stats import norm, permutation_test
 from fedjax_cfl import library
 from fedjax_cfl.analysis import flows, statistics
 from fedjax_cfl.analysis.plot import colour_groups, draw_curves, make_palette
-from fedjax_cfl.analysis.plot_costs import STEPS, TIME, draw_costs, last_cost
+from fedjax_cfl.analysis.plot_costs import STEPS, TIME, draw_costs, last_costs
 from fedjax_cfl.analysis.plot_groups import draw_alluvial
 from fedjax_cfl.analysis.report import (
     DPI,
@@ -69,7 +69,7 @@ def runs(tmp_path_factory) -> Path:
     results.write_json(run / "summary.json", summary)
     (run / "assignments.parquet").unlink()
     table = results.read_clients(run)
-    results.write_clients(run, table | {"group": np.zeros(12, int)})
+    results.write_parquet(run / "clients.parquet", table | {"group": np.zeros(12, int)})
     return folder
 
 
@@ -226,7 +226,7 @@ def test_texts_from_files_do_nothing(runs, tmp_path):
     (folder / ".hydra" / "config.yaml").write_text(f"{settings}\nevil: '{EVIL}'\n")
     table = results.read_clients(source)
     names = [f"</script>{EVIL}", *(f"c{k}" for k in range(11))]
-    results.write_clients(folder, table | {"client": np.array(names)})
+    results.write_parquet(folder / "clients.parquet", table | {"client": np.array(names)})
     text = report([folder], tmp_path / "evil.html").read_text()
     assert EVIL not in text and "&lt;script&gt;alert(1)" in text and "{{ 7 * 7 }}" in text
     found = Elements(text)
@@ -523,8 +523,9 @@ def test_only_what_an_exact_test_says_after_correction_is_bold(page):
 
 def test_simulated_time_counts_only_where_a_clock_runs():
     rows = [{"round": 1, "sim_time_s": 0.0, "local_steps": 0, "bytes_up": 2, "bytes_down": 3}]
-    assert np.isnan(last_cost(rows, TIME)) and last_cost(rows, STEPS) == 0
-    assert np.isnan(last_cost([{"round": 1}], STEPS))
+    alone = pd.DataFrame({"rows": [rows, [{"round": 1}], []]})
+    np.testing.assert_array_equal(last_costs(alone, TIME), np.nan)
+    np.testing.assert_array_equal(last_costs(alone, STEPS), [0, np.nan, np.nan])
     rows = [row | {"accuracy": 0.5} for row in rows]
     timed = [[row | {"sim_time_s": s} for row in rows] for s in (7.0, 9.0)]
     runs = zip(("idle", "timed", "slow"), (rows, *timed), strict=True)

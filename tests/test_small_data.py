@@ -92,7 +92,7 @@ def test_clients_of_a_file_are_as_many_as_are_asked_for(own, fedjax_cfl):
     line = "dataset=npz dataset.source.path=own.npz algorithm=fedavg rounds=1 curves=false"
     status, out, err = fedjax_cfl(f"{line} dataset.clients=3 clients_per_round=3 run_dir=r")
     assert (status, err) == (0, "") and ": 3 clients," in out and "not used" not in out
-    names = read_clients(Path("r"), "clients.parquet")["client"]
+    names = read_clients("r")["client"]
     assert len(set(names)) == 3 and set(names) < set(range(5))
     for wrong, says in (
         ("dataset.clients=9", "partition.clients=9: at most 5 clients are possible"),

@@ -16,7 +16,7 @@ from fedjax_cfl.cli.predict import read_as_run
 from fedjax_cfl.data.federated import take_clients
 from fedjax_cfl.data.scaling import Scaling, check_scaling, describe_scales, standardize
 from fedjax_cfl.errors import InputError
-from fedjax_cfl.runs.results import read_clients
+from fedjax_cfl.runs.results import read_columns
 
 UNITS = np.array([1e-3, 1.0, 50.0, 2e4], np.float32)  # of the features
 FILE = "dataset=csv dataset.source.path=own.csv dataset.source.y=kind"
@@ -287,7 +287,7 @@ def test_clients_that_were_held_out_are_tested_on_scaled_samples(by, fedjax_cfl)
     write_table("own.csv", ["s", "sit", "sitess", "the sites"])
     line = f"{RUN} local.lr=1.0 local.epochs=10 evaluate.new_clients=0.25 clients_per_round=3"
     assert fedjax_cfl(f"{line.replace('=client', '=' + by)} rounds=9 run_dir=run")[0] == 0
-    run, new = cfl.load_run("run"), read_clients(Path("run"), "new_clients.parquet")
+    run, (new, _) = cfl.load_run("run"), read_columns(Path("run", "new_clients.parquet"), {})
     pool = cfl.datasets.csv("own.csv", "kind", list("abcd"), "site", "part")
     rows = pool.client == pool.client_names.index(new["client"][0])
     x, y, test = pool.x[rows], np.array(pool.class_names)[pool.y[rows]], pool.test[rows]

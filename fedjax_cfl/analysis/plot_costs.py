@@ -2,7 +2,6 @@
 what it costs: rounds, communication, local steps, simulated time.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,24 +78,23 @@ STEPS = Cost(("local_steps",), 1, "local steps")
 TIME = Cost(("sim_time_s",), 1, "simulated s")
 
 
-def last_cost(rows: list[dict[str, Any]], cost: Cost) -> float:
-    """Returns what a run has paid in all, in the unit of its fields; NaN where it was not
+def last_costs(runs: pd.DataFrame, cost: Cost) -> pd.Series:
+    """Returns what each run has paid in all, in the unit of its fields; NaN where it was not
     counted or, for simulated time, no clock ran.
     """
-    values = [rows[-1].get(field) for field in cost.fields] if rows else []
-    known = [value for value in values if value is not None]
-    total = float(sum(known)) if len(known) == len(cost.fields) else math.nan
-    return total if total or cost is not TIME else math.nan
+    last = pd.DataFrame([rows[-1] if rows else {} for rows in runs["rows"]], runs.index)
+    totals = last.reindex(columns=[*cost.fields]).astype(float).sum(axis=1, skipna=False)
+    return totals.mask(totals == 0) if cost is TIME else totals
 
 
 def choose_communication(runs: pd.DataFrame) -> Cost:
     """Returns communication in bytes where every run counts them, else in units (models)."""
     fields = "bytes_down", "bytes_up"
-    most = [last_cost(rows, Cost(fields, 1, "")) for rows in runs["rows"] if rows]
-    if np.isnan(most).any():
+    most = last_costs(runs[runs["rows"].map(bool)], Cost(fields, 1, ""))
+    if most.isna().any():
         return Cost(("units_down", "units_up"), 1.0, "communication, down + up (models)")
     units = {1e9: "GB", 1e6: "MB", 1e3: "kB", 1.0: "B"}
-    scale = next((least for least in units if max(most, default=0) >= least), 1.0)
+    scale = next((least for least in units if most.max() >= least), 1.0)
     return Cost(fields, scale, f"communication, down + up ({units[scale]})")
 
 
@@ -104,9 +102,7 @@ def has_own_shape(runs: pd.DataFrame, cost: Cost) -> bool:
     """Returns whether a round costs some method a tenth more than another on the same data: else
     curves against this cost are those against rounds.
     """
-    paid = [
-        last_cost(rows, cost) / rows[-1]["round"] if rows else math.nan for rows in runs["rows"]
-    ]
+    paid = last_costs(runs, cost) / last_costs(runs, ROUNDS)
     means = runs.assign(paid=paid).groupby(["data", "label"])["paid"].mean().groupby("data")
     return bool((means.max() > 1.1 * means.min()).any())
 
@@ -154,7 +150,7 @@ def _draw_panel(
     """Draws the sets of runs that count a cost; returns their lines by name, that in `column`."""
     name, lines = runs["score"].iloc[0].name, {}
     for _, members in runs.groupby("label", sort=False):
-        if any(math.isnan(last_cost(rows, cost)) for rows in members["rows"]):
+        if last_costs(members, cost).isna().any():
             continue  # it was not counted
         label, rows = members[column].iloc[0], list(members["rows"])
         _, spent, _ = average_runs(rows, cost.fields)

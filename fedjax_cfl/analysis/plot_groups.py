@@ -220,7 +220,7 @@ def _draw_contingency(axes: Axes, group: np.ndarray, concept: np.ndarray) -> Non
     for row, column in np.argwhere(counts) if counts.size <= 400 else ():
         colour = "white" if shares[row, column] > 0.6 else "black"
         axes.text(column, row, f"{counts[row, column]:,}", color=colour, **amid)
-    names = ["unknown" if value < 0 else str(value) for value in table.columns]
+    names = ["unknown" if name == "-1" else name for name in map(str, table.columns)]
     for axis, ticks in ((axes.xaxis, names), (axes.yaxis, list(map(str, table.index)))):
         step = -(-len(ticks) // 25)
         axis.set_ticks(range(0, len(ticks), step), ticks[::step])

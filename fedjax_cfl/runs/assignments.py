@@ -7,16 +7,15 @@ file when the run ends: a Parquet file cannot be appended to. A line has the rou
 
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from fedjax_cfl.runs.regular_files import refuse_damage
-from fedjax_cfl.runs.results import RUN_ID, read_columns, to_arrow, write_parquet
+from fedjax_cfl.runs.results import read_columns, write_parquet
 
 ASSIGNMENTS_FILE, PART = "assignments.parquet", "assignments.jsonl"
-SAMPLED = b"clients"  # of the file's metadata: which clients it holds, where not all
+SAMPLED = "clients"  # of the file's metadata: which clients it holds, where not all
 
 
 class Assignments(NamedTuple):
@@ -71,21 +70,19 @@ def finish_assignments(
         raise ValueError(f"{PART} was removed while the run went on")
     rows = [*map(json.loads, read_lines(run_dir))]
     if clients.size and rows:
-        groups, concepts = (np.array([row[n] for row in rows]) for n in ("group", "concept"))
-        rounds = np.array([row["round"] for row in rows], np.int32)
-        columns = {"round": to_arrow(rounds), "group": _lists(groups)}
+        groups, concepts = (_shrink([row[name] for row in rows]) for name in ("group", "concept"))
+        columns = {"round": np.array([row["round"] for row in rows], np.int32), "group": groups}
         if (concepts >= 0).any():
-            columns["concept"] = _lists(concepts)
-        noted: dict[Any, Any] = {RUN_ID: run_id}
-        if clients.size < num_clients:
-            noted[SAMPLED] = json.dumps(clients.tolist())
-        write_parquet(pa.table(columns, metadata=noted), run_dir / ASSIGNMENTS_FILE)
+            columns["concept"] = concepts
+        noted = {SAMPLED: json.dumps(clients.tolist())} if clients.size < num_clients else {}
+        write_parquet(run_dir / ASSIGNMENTS_FILE, columns, run_id, **noted)
     path.unlink()
 
 
-def _lists(values: np.ndarray) -> pa.Array:
-    """Returns the rows of values [E, R] as lists of small integers."""
-    return to_arrow(values.astype(np.min_scalar_type(-1 - int(values.max(initial=0)))))  # with -1
+def _shrink(rows: list[list[int]]) -> np.ndarray:
+    """Returns numbers [E, R] as the smallest integers that hold them, and -1."""
+    values = np.array(rows)
+    return values.astype(np.min_scalar_type(-1 - int(values.max(initial=0))))
 
 
 # reading
@@ -101,7 +98,7 @@ def read_assignments(run_dir: str | Path, run_id: str | None = None) -> Assignme
     found, metadata = read_columns(path, {"round": 1, "group": 2}, run_id)
     groups, concepts = found["group"].astype(np.int32), found.get("concept")
     with refuse_damage(path):
-        sampled = json.loads(metadata.get(SAMPLED, b"null"))
+        sampled = json.loads(metadata.get(SAMPLED.encode(), b"null"))
         clients = np.array(range(groups.shape[1]) if sampled is None else sampled, np.int64)
     concepts = None if concepts is None else concepts.astype(np.int32)
     return Assignments(found["round"].astype(np.int32), clients, groups, concepts)

@@ -124,17 +124,16 @@ class Log(RowCallback):
     and moves a bar on stderr; where that is no terminal it gets the lines after LOG_SECONDS.
     """
 
-    def __init__(self, settings: RunSettings, verbose: bool, files: contextlib.ExitStack):
-        """`verbose`: stderr gets something; bar and file are closed with `files`."""
-        self.rounds, self.files, self.verbose = settings.plan.rounds, files, verbose
+    def __init__(
+        self, rounds: int, run_dir: Path, begun: int, verbose: bool, files: contextlib.ExitStack
+    ):
+        """`begun` of the `rounds` were run before; `verbose`: stderr gets something; bar and file
+        are closed with `files`.
+        """
+        self.rounds, self.verbose = rounds, verbose
         self.terminal = verbose and sys.stderr.isatty()
-        self.logged = self.shown = 0, time.monotonic()  # round, when
-
-    def on_start(self, run: RunInfo, take: Take) -> None:
-        """Opens the log, and the bar."""
-        assert run.run_dir is not None
-        path = run.run_dir / LOG_FILE
-        self.log = self.files.enter_context(path.open("a", encoding="utf-8"))
+        self.logged = self.shown = begun, time.monotonic()  # round, when
+        self.log = files.enter_context((run_dir / LOG_FILE).open("a", encoding="utf-8"))
         said = TextColumn("{task.description}")
         columns = BarColumn(), MofNCompleteColumn(), said, TimeRemainingColumn()
         # the pace is a mean over an hour, because the default of 30 s is empty where evaluations
@@ -145,9 +144,8 @@ class Log(RowCallback):
             disable=not self.terminal,
             speed_estimate_period=3600,
         )
-        self.files.enter_context(self.bar)
-        self.task = self.bar.add_task("training", total=self.rounds, completed=run.begun)
-        self.logged = run.begun, time.monotonic()
+        files.enter_context(self.bar)
+        self.task = self.bar.add_task("training", total=rounds, completed=begun)
 
     def on_rows(self, row: dict[str, Any], grouping: Grouping, take: Take) -> None:
         """Says where the run stands."""

@@ -70,12 +70,12 @@ def finish_run(member: Member, setup: Setup, result: Result) -> dict:
     def write_own() -> None:
         chosen = number and find_chosen(run_dir, number)
         columns = describe_clients(setup, result, chosen) | extras.columns
-        results.write_clients(run_dir, columns, run_id=run_id)
+        results.write_parquet(run_dir / results.CLIENTS_FILE, columns, run_id)
 
     attempt(f"{results.CLIENTS_FILE} is not written", write_own)
     for name, table in extras.tables.items():
         attempt(
-            f"{name} is not written", lambda: results.write_clients(run_dir, table, name, run_id)
+            f"{name} is not written", lambda: results.write_parquet(run_dir / name, table, run_id)
         )
     clients = result.data.num_clients
     recorded = sample_clients(clients, member.settings.assignments, member.settings.seed)

@@ -6,6 +6,7 @@ step size, epochs, groups, model. Of the caller's own functions and classes the 
 for two of one name may do different things.
 """
 
+import contextlib
 import dataclasses
 import dis
 import functools
@@ -205,8 +206,6 @@ def _enclosed(function: types.FunctionType) -> dict[str, Any]:
     """Returns the values that a function has from where it was made."""
     inner = dict(function.__kwdefaults__ or {}) | {"defaults": function.__defaults__ or ()}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
+        with contextlib.suppress(ValueError):  # not yet filled
             inner[name] = cell.cell_contents
-        except ValueError:  # not yet filled
-            continue
     return inner

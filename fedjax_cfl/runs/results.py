@@ -99,24 +99,17 @@ def write_columns(path: str | Path, rows: Sequence[dict[str, Any]]) -> None:
         table.to_csv(temporary, index=False, lineterminator="\r\n")
 
 
-def write_clients(
-    run_dir: str | Path,
-    columns: dict[str, Any],
-    name: str = CLIENTS_FILE,
-    run_id: str | None = None,
+def write_parquet(
+    path: Path, columns: dict[str, Any], run_id: str = "", **noted: bytes | str
 ) -> None:
-    """Writes a Parquet file with one row per client, for `read_clients`.
+    """Writes a Parquet file with checksums, by which a reader, see `read_columns`, sees damage.
 
     `columns` has the values [K] of each column by its name; an array with more axes, as labels
-    [K, C], becomes a column of lists. `name` is that of the file; `run_id` is noted in it, for
-    a reader to see that it is of this run.
+    [K, C], becomes a column of lists. `run_id` is noted in it, for a reader to see that it is of
+    this run, as is what else is `noted`.
     """
     arrays: Any = {name: to_arrow(values) for name, values in columns.items()}
-    write_parquet(pa.table(arrays, metadata={RUN_ID: run_id or ""}), Path(run_dir) / name)
-
-
-def write_parquet(table: pa.Table, path: Path) -> None:
-    """Writes a table with checksums, by which a reader sees damage."""
+    table = pa.table(arrays, metadata={RUN_ID: run_id, **noted})
     with atomic_write(path) as temporary:
         pyarrow.parquet.write_table(table, temporary, compression="zstd", write_page_checksum=True)
 
@@ -219,13 +212,13 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_clients(
-    run_dir: str | Path, name: str = CLIENTS_FILE, run_id: str | None = None
-) -> dict[str, np.ndarray]:
-    """Reads what `write_clients` wrote, as arrays: one a column [K], labels [K, C]. Raises
-    InputError as `read_columns` does.
+def read_clients(run_dir: str | Path, run_id: str | None = None) -> dict[str, np.ndarray]:
+    """Reads clients.parquet as arrays: one a column [K], labels [K, C]. Raises InputError as
+    `read_columns` does.
     """
-    return read_columns(Path(run_dir) / name, {"client": 1, "group": 1, "concept": 1}, run_id)[0]
+    return read_columns(
+        Path(run_dir) / CLIENTS_FILE, {"client": 1, "group": 1, "concept": 1}, run_id
+    )[0]
 
 
 def read_columns(

@@ -187,7 +187,7 @@ def watch_run(
         rows,
         *(Guarded(name, tracker, files) for name, tracker in member.trackers.items()),
         *member.callbacks,
-        Log(settings, member.verbose, files),
+        Log(settings.plan.rounds, run_dir, begun, member.verbose, files),
         Interrupt(signals),
         Checkpoints(settings, setup, rows),
     ]
