@@ -38,7 +38,6 @@ from fedjax_cfl.analysis.report import (
     make_report,
     name_files,
     name_runs,
-    read_run_tables,
     render,
     report,
     to_png,
@@ -48,7 +47,7 @@ from fedjax_cfl.analysis.sets import label_runs
 from fedjax_cfl.analysis.tables import MEASURES
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.runs import results
-from fedjax_cfl.runs.assignments import Assignments
+from fedjax_cfl.runs.assignments import Assignments, read_assignments
 
 LINE = (
     "dataset.clients=12 clients_per_round=4 rounds=4 local.epochs=1 model=mclr algorithm=ifca"
@@ -415,7 +414,7 @@ def test_pictures_are_small(page):
 def test_pictures_keep_their_colours(runs):
     """Those of a figure of many: bands and their nodes, of every class."""
     run = read_run(runs / "ifca" / "0")
-    table, found = read_run_tables(run)
+    table, found = results.read_clients(run["run_dir"]), read_assignments(run["run_dir"])
     figure = draw_alluvial(found, run["rows"], table["labels"], "")
     exact = io.BytesIO()
     figure.savefig(exact, dpi=DPI, format="png")

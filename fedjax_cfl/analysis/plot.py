@@ -343,6 +343,5 @@ def plot_curves(run_dir: str | Path, summary: dict[str, Any] | None = None) -> N
     """Draws curves.png from metrics.jsonl (and its title from summary.json, once there is one)."""
     rows, summary = results.read_metrics(run_dir), summary or results.read_summary(run_dir) or {}
     name = title(summary) or Path(run_dir).resolve().name
-    there = (Path(run_dir) / results.CLIENTS_FILE).is_file()
-    table = results.read_clients(run_dir) if there else None
+    table = results.read_clients(run_dir)
     save_figure(draw_curves(rows, name, table), Path(run_dir) / "curves.png")

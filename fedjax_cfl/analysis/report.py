@@ -28,7 +28,7 @@ from fedjax_cfl.errors import InputError, parse_arguments
 from fedjax_cfl.formatting import escape_text
 from fedjax_cfl.runs.assignments import Assignments, read_assignments, sample_clients
 from fedjax_cfl.runs.display import follow, title
-from fedjax_cfl.runs.results import CLIENTS_FILE, SUMMARY_FILE, read_clients, write_text
+from fedjax_cfl.runs.results import SUMMARY_FILE, read_clients, write_text
 from fedjax_cfl.runs.run_dir import check_writable, common_folder
 from fedjax_cfl.scores import SCORES
 
@@ -150,16 +150,6 @@ def write_report(
 # a run
 
 
-def read_run_tables(run: dict[str, Any]) -> tuple[dict[str, Any] | None, Assignments | None]:
-    """Returns the columns [K] of clients.parquet and the groups at every evaluation, of a run as
-    `read_run` has it; None: it has no such file.
-    """
-    folder, run_id = run["run_dir"], run.get("run_id")
-    there = (folder / CLIENTS_FILE).exists()
-    table = read_clients(folder, run_id=run_id) if there else None
-    return table, read_assignments(folder, run_id)
-
-
 def hide_path(value: Any) -> str:
     """Returns a text without the folders of absolute paths in it: a page may go to readers who must
     not know whose it is.
@@ -182,7 +172,8 @@ def describe_run(run: dict[str, Any], most: int, heading: str, file: str) -> dic
     """Returns what the page says of a run in words and tables, of `most` clients at most; `file` is
     what the names of its pictures begin with.
     """
-    table, found = read_run_tables(run)
+    own = run["run_dir"], run.get("run_id")
+    table, found = read_clients(*own), read_assignments(*own)
     settings = list_settings(run["run_dir"])
     numbers = {
         measure.heading: tables.format_number(run[name], measure)
@@ -226,7 +217,8 @@ def list_clients(
 
 def draw_run(run: dict[str, Any]) -> dict[str, Figure]:
     """Returns the pictures of a run by their names, without those with nothing to draw."""
-    table, found = read_run_tables(run)
+    own = run["run_dir"], run.get("run_id")
+    table, found = read_clients(*own), read_assignments(*own)
     figures = {"curves": plot.draw_curves(run["rows"], "", table), "alluvial": None, "groups": None}
     if found is not None:
         labels = (table or {}).get("labels")

@@ -44,8 +44,7 @@ def load_runs(
         named = {name: run.get(name) for name in (*IDENTITY, "seed")}
         known = {"run": str(run_dir), **list_settings(run_dir), **run["overrides"], **named}
         if per == "client":
-            there = (run_dir / results.CLIENTS_FILE).exists()
-            found = results.read_clients(run_dir, run_id=run.get("run_id")) if there else {}
+            found = results.read_clients(run_dir, run.get("run_id")) or {}
             table = pd.DataFrame({name: list(values) for name, values in found.items()})
         else:
             table = pd.DataFrame(run["rows"] if per == "test" else list_groups(run["rows"]))

@@ -183,7 +183,7 @@ class LoadedRun(NamedTuple):
         if not np.ndim(model):
             if not 0 <= model < total:
                 raise InputError(f"model={model}: between 0 and {total - 1} is allowed")
-            return map_blocks(_predict, self.task, take_rows(saved.models, model), samples)
+            return map_blocks(_predict, self.task, (take_rows(saved.models, model), None), samples)
         weights = np.asarray(model, np.float32)
         if weights.shape != (total,):
             raise InputError(
@@ -191,7 +191,7 @@ class LoadedRun(NamedTuple):
             )
         if not (weights >= 0).all() or not np.isclose(weights.sum(), 1, atol=1e-3):
             raise InputError("model: weights must be >= 0 and have the sum 1")
-        return map_blocks(_mix, self.task, (saved.models, weights), samples)
+        return map_blocks(_predict, self.task, (saved.models, weights), samples)
 
     def find_weights(self, x: Any, y: Any, saved: SavedModels | None = None) -> np.ndarray:
         """Returns the weights [M] float32 with which a client that took no part in the run mixes
@@ -336,7 +336,8 @@ def load_run(
     expected = jax.tree.map(lambda leaf: leaf.shape, expected)
     if expected != jax.tree.map(lambda leaf: leaf.shape[1:], final.models):
         raise InputError(f"run_dir={run_dir}: its models have other parameters than this module")
-    clients = read_clients(run_dir, run_id=run_id)
+    if (clients := read_clients(run_dir, run_id)) is None:
+        raise InputError(f"{run_dir}/clients.parquet: cannot be read: No such file or directory")
     about = settings, summary, rows, clients, read_assignments(run_dir, run_id)
     more = task, shape, classes, names, outputs, columns, facts.get("pixels")
     return LoadedRun(*about, final, best, *more)
@@ -415,14 +416,11 @@ def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> n
     return np.concatenate(found)
 
 
-def _predict(task: Task, model: Params, x: jax.Array, owner: jax.Array) -> jax.Array:
-    """Returns the outputs [BLOCK, C]."""
-    return task.predict(model, x, owner)
-
-
-def _mix(task: Task, mixture: Any, x: jax.Array, owner: jax.Array) -> jax.Array:
-    """Returns the outputs [BLOCK, C] of all models, by their weights."""
-    models, weights = mixture
+def _predict(task: Task, given: Any, x: jax.Array, owner: jax.Array) -> jax.Array:
+    """Returns the outputs [BLOCK, C] of one model or, with weights, of all of them."""
+    models, weights = given
+    if weights is None:
+        return task.predict(models, x, owner)
     return mix_predictions(task, models, jnp.broadcast_to(weights, (BLOCK, weights.size)), x, owner)
 
 

@@ -212,13 +212,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def read_clients(run_dir: str | Path, run_id: str | None = None) -> dict[str, np.ndarray]:
-    """Reads clients.parquet as arrays: one a column [K], labels [K, C]. Raises InputError as
-    `read_columns` does.
+def read_clients(run_dir: str | Path, run_id: str | None = None) -> dict[str, np.ndarray] | None:
+    """Reads clients.parquet as arrays: one a column [K], labels [K, C]; None: the run has no such
+    file. Raises InputError as `read_columns` does.
     """
-    return read_columns(
-        Path(run_dir) / CLIENTS_FILE, {"client": 1, "group": 1, "concept": 1}, run_id
-    )[0]
+    path = Path(run_dir) / CLIENTS_FILE
+    if not path.exists():
+        return None
+    return read_columns(path, {"client": 1, "group": 1, "concept": 1}, run_id)[0]
 
 
 def read_columns(
@@ -353,10 +354,10 @@ def summarize_rows(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def tail_macro_score(rows: list[dict[str, Any]], share: float = 0.05) -> float | None:
-    """Returns the mean over the last `share` of the evaluations, at least one, of the mean score
-    over clients.
+def tail_macro_score(rows: list[dict[str, Any]]) -> float | None:
+    """Returns the mean over the last 5 % of the evaluations, at least one, of the mean score over
+    clients.
     """
-    name, count = f"macro_{score_of(rows).name}", max(1, round(share * len(rows)))
+    name, count = f"macro_{score_of(rows).name}", max(1, round(0.05 * len(rows)))
     values = [row[name] for row in rows[-count:] if row.get(name) is not None]
     return float(np.mean(values)) if values else None
