@@ -111,16 +111,16 @@ def rank_cells(inside: Mapping[Any, pd.DataFrame], measure: str) -> pd.Series:
     """
     lower = tables.MEASURES[measure].cost or measure.endswith(("rmse", "mae"))
     means = pd.Series({key: members[measure].mean() for key, members in inside.items()})
-    ranks = dict.fromkeys(inside, PLAIN)
+    ranks = pd.Series(PLAIN, means.index)
     if means.count() < 2:
-        return pd.Series(ranks)
+        return ranks
     best = means.idxmin() if lower else means.idxmax()
     others = means.dropna().drop(best).index
     gaps = [statistics.list_gaps(inside[best], inside[other], measure) for other in others]
     chances = statistics.correct_holm([statistics.find_chance(each) for each in gaps])
     enough = min(each.size for each in gaps) >= statistics.MIN_SEEDS
     ranks[best] = BEST if enough and (chances < statistics.ALPHA).all() else FIRST
-    return pd.Series(ranks)
+    return ranks
 
 
 def lay_out(

@@ -206,7 +206,7 @@ def list_clients(
         followed = flows.match_groups(found.groups)
         columns["moves"] = ((followed[1:] != followed[:-1]) & (followed[:-1] >= 0)).sum(0)
     unknown = [n for n in ("concept", "most_frequent_label") if np.all(columns.get(n, 0) == -1)]
-    frame = pd.DataFrame(columns).drop(columns=[n for n in unknown if n in columns])
+    frame = pd.DataFrame(columns).drop(columns=unknown)
     shown = frame.iloc[sample_clients(len(frame), most, 0)].replace([np.inf, -np.inf], np.nan)
     shown["client"] = shown["client"].map(escape_text)
     words = {"concept": "true group"}
@@ -364,6 +364,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--pictures", metavar="DIR", help="write the pictures as PNG, SVG and PDF files"
     )
-    options = parse_arguments(parser, argv)
-    report(options.runs, options.out, options.pictures)
+    options = vars(parse_arguments(parser, argv))
+    report(options.pop("runs"), **options)
     return 0

@@ -131,10 +131,9 @@ def print_table(title: str, header: list[str], *lines: list[str], where: str = "
     columns, and a line that names the others and says `where` they are; redirected output has all.
     """
     console = Console(width=None if sys.stdout.isatty() else 10_000)
-    cells = [[Text.from_markup(text).cell_len for text in line] for line in lines]
     widths = [
-        max(*(line[n] for line in cells), *(len(word) for word in heading.split() or [""]))
-        for n, heading in enumerate(header)
+        max(*map(len, words.split() or [""]), *(Text.from_markup(cell).cell_len for cell in cells))
+        for words, *cells in zip(header, *lines, strict=True)
     ]
     label = min(widths[0], max(12, console.width // 4))
     ends = [label + 4 + sum(width + 3 for width in widths[1:n]) for n in range(1, len(header) + 1)]
