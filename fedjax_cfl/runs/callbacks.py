@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +208,7 @@ class Checkpoints(Callback):
             self.best = results.to_plain(row[find_score(row).name])
             kept = copy_present_models(self.setup, take())
             if "chosen_round" in row:  # with who was in which group, and what each client measured
-                table = grouping.clients
-                assert table is not None  # a test of a run that chooses a round has them
-                columns = {one.name: getattr(table, one.name) for one in fields(table)}
-                kept["chosen"] = columns | {"group": grouping.groups}
+                kept["chosen"] = vars(grouping.clients) | {"group": grouping.groups}
             self.models = row["round"], kept
         if self.is_due(row["round"]):
             self.save(take())

@@ -3,7 +3,6 @@
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,7 +147,7 @@ def describe_clients(
     table, served, held = jax.device_get((result.clients, served, result.data.replace(x=None)))
     if chosen is not None:
         served = chosen["group"]
-        table = table.replace(**{each.name: chosen[each.name] for each in fields(table)})
+        table = table.replace(**{name: chosen[name] for name in vars(table)})
     columns = {
         "client": held.client_names.names if held.client_names else np.arange(held.num_clients),
         "group": served,
