@@ -43,11 +43,9 @@ def match_groups(groups: np.ndarray) -> np.ndarray:
     followed, used = [groups[-1]], {*groups[-1].tolist()}
     for own in groups[-2::-1]:
         present, before = (np.unique(each[each >= 0]) for each in (own, followed[-1]))
-        name = dict[int, int]()
-        if before.size and present.size:
-            overlap = (own == present[:, None]).astype(int) @ (followed[-1][:, None] == before)
-            pairs = np.transpose(linear_sum_assignment(-overlap)).tolist()
-            name = {int(present[new]): int(before[old]) for new, old in pairs if overlap[new, old]}
+        overlap = (own == present[:, None]).astype(int) @ (followed[-1][:, None] == before)
+        pairs = np.transpose(linear_sum_assignment(-overlap)).tolist()
+        name = {int(present[new]): int(before[old]) for new, old in pairs if overlap[new, old]}
         for group in present.tolist():
             name.setdefault(group, group if group not in used else max(used) + 1)
             used.add(name[group])
