@@ -194,10 +194,9 @@ def draw_final_groups(table: dict[str, np.ndarray], title: str) -> Figure | None
     is known; None where a method has no groups or nothing is known. `table` is clients.parquet.
     """
     group, concept, labels = table["group"], table["concept"], table.get("labels")
-    if not flows.has_groups(group[None]):
-        return None
     known = bool(((concept >= 0) & (group >= 0)).any())
-    if not (panels := known + (labels is not None)):
+    panels = known + (labels is not None)
+    if not (panels and flows.has_groups(group[None])):
         return None
     axes = plot.new_figure(6.2 * panels, 5.4, title).subplots(1, panels, squeeze=False)[0]
     if known:

@@ -102,8 +102,8 @@ def check_cell(line: dict[Any, str]) -> dict[str, Any]:
     sd = read_number("sd", line["sd"], 0.0) if line.get("sd") else None
     if scores:
         mean, of_seeds = float(np.mean(scores)), pd.Series(scores).std(skipna=False)
-        for name, given, value in (("score", score, mean), ("sd", sd, of_seeds)):
-            if line.get(name) and not math.isclose(given or 0.0, value, abs_tol=1e-6):
+        for name, stated, value in (("score", score, mean), ("sd", sd, of_seeds)):
+            if line.get(name) and not math.isclose(stated or 0.0, value, abs_tol=1e-6):
                 raise ValueError(f"{name} {line[name]}: of scores {line['scores']} it is {value:g}")
         score = mean
     return line | {"score": score, "sd": sd, "seeds": seeds, "scores": scores}

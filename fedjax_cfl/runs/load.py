@@ -416,9 +416,9 @@ def map_blocks(function: Any, task: Task, models: Any, *arrays: np.ndarray) -> n
     return np.concatenate(found)
 
 
-def _predict(task: Task, given: Any, x: jax.Array, owner: jax.Array) -> jax.Array:
+def _predict(task: Task, mixture: Any, x: jax.Array, owner: jax.Array) -> jax.Array:
     """Returns the outputs [BLOCK, C] of one model or, with weights, of all of them."""
-    models, weights = given
+    models, weights = mixture
     if weights is None:
         return task.predict(models, x, owner)
     return mix_predictions(task, models, jnp.broadcast_to(weights, (BLOCK, weights.size)), x, owner)
