@@ -119,8 +119,8 @@ def rank_cells(inside: Mapping[Any, pd.DataFrame], measure: str) -> pd.Series:
     gaps = [statistics.list_gaps(inside[best], inside[other], measure) for other in others]
     chances = statistics.correct_holm([statistics.find_chance(each) for each in gaps])
     enough = min(each.size for each in gaps) >= statistics.MIN_SEEDS
-    ranks[best] = BEST if enough and (chances < statistics.ALPHA).all() else FIRST
-    return ranks
+    rank = BEST if enough and (chances < statistics.ALPHA).all() else FIRST
+    return ranks.mask(ranks.index == best, rank)
 
 
 def lay_out(
