@@ -22,7 +22,7 @@ from fedjax_cfl.cli.conf import resolve_config
 from fedjax_cfl.cli.extras import measure_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.settings import complete_settings, grid_axes
-from fedjax_cfl.cli.sweep import find_obstacle, run_folders, write_index
+from fedjax_cfl.cli.sweep import find_obstacle, run_folders, vary_data, write_index
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import FinishedRun, InputError, RunError, is_new
 from fedjax_cfl.library import draw_curves
@@ -185,6 +185,7 @@ def run_series(job: Job, axes: dict[str, list]) -> int:
     returns the exit status. Raises FinishedRun where all have been run before.
     """
     passed, statuses, runs = [], [], list_runs(job, axes)
+    STORE.varied = vary_data([run.settings for run in runs])
     for run in runs:
         try:
             statuses.append(run_one(run, draws=False))

@@ -201,6 +201,7 @@ def run_sweep(app: Any, line: Any) -> int:
     from fedjax_cfl.cli import launch, names, sweep
 
     sweep.suggest_room(line)
+    launch.STORE.varied = sweep.vary_data(line.configs)
     folder, overrides = sweep.begin_sweep(line)
     if line.composed.hydra.launcher._target_.endswith(".BasicLauncher"):  # in this process
         app.config_loader.load_sweep_config = names.compose_run

@@ -69,6 +69,13 @@ def suggest_room(line: Line) -> None:
             )
 
 
+def vary_data(configs: Sequence[dict[str, Any]]) -> bool:
+    """Returns whether runs of one data set deal its samples otherwise, as those of seeds do."""
+    first, parts = configs[0], ("dataset", "partition", "concept", "shared_samples")
+    alike = [each for each in configs if each["dataset"]["name"] == first["dataset"]["name"]]
+    return any(each[part] != first[part] for each in alike for part in parts)
+
+
 def write_index(folder: Path, points: Sequence[Mapping[str, Any]]) -> None:
     """Writes index.csv: the folder of every run and the settings in which it differs."""
     write_text(folder / INDEX_FILE, format_index(points))

@@ -129,15 +129,17 @@ class Store:
         self._programs: dict[Any, Programs] = {}
         self._rooms: dict[Any, Room] = {}
         self._states: dict[Any, State] = {}  # their shapes, which sizes of data do not change
+        self.varied = False  # the data of runs to come have other sizes
 
     def pad(self, recipe: str, data: FederatedData) -> FederatedData:
         """Returns data of the size that the programs of a recipe have: theirs, or, where it is
-        too small for them, one with room for the next. The first data are left as they are.
+        too small for them, one with room for the next. The first data are left as they are,
+        unless sizes will vary.
         """
         own = measure_room(data)
         # with other clients, features or sides nothing is shared
         alike = recipe, *own.sides, data.num_clients, data.x.shape[1:]
-        room = self._rooms.setdefault(alike, own)
+        room = self._rooms.setdefault(alike, widen_room(own) if self.varied else own)
         if (both := merge_rooms([room, own])) != room:
             room = self._rooms[alike] = widen_room(both)
         return data if room == own else pad_data(data, room)
