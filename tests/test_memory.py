@@ -60,10 +60,10 @@ def test_keys_take_nothing_and_a_split_array_its_share():
     mesh = cfl.make_mesh(4)
     split = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     tree = {"key": jax.random.key(0), "x": jnp.zeros((3, 2)), "y": jnp.zeros((8, 5), jnp.int16)}
-    assert memory.tree_bytes(tree) == memory.share_bytes(tree) == 24 + 80
+    assert memory.tree_bytes(tree) == memory.tree_bytes(tree, of_device=True) == 24 + 80
     tree["y"] = jax.device_put(tree["y"], split)
     assert memory.tree_bytes(tree) == 24 + 80
-    assert memory.share_bytes(tree) == 24 + 20
+    assert memory.tree_bytes(tree, of_device=True) == 24 + 20
 
 
 def test_devices_of_the_cpu_share_its_memory():

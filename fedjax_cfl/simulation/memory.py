@@ -31,20 +31,16 @@ REMEDIES = {  # by what takes most of a device's memory
 }
 
 
-def tree_bytes(tree: Any) -> int:
-    """Returns the bytes of a pytree of arrays or of their shapes."""
-    return sum(
-        leaf.size * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    )
+def tree_bytes(tree: Any, of_device: bool = False) -> int:
+    """Returns the bytes of a pytree of arrays or of their shapes; `of_device`: those that each
+    device holds, by the sharding of its leaves.
+    """
 
+    def shape_of(leaf: Any) -> tuple[int, ...]:
+        return leaf.sharding.shard_shape(leaf.shape) if of_device and leaf.sharding else leaf.shape
 
-def share_bytes(tree: Any) -> int:
-    """Returns the bytes of a pytree that each device holds, by the sharding of its leaves."""
     return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape)
-        * leaf.dtype.itemsize
+        math.prod(shape_of(leaf)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
         if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     )
@@ -61,8 +57,8 @@ def plan_memory(
     kept = {"host_rows": host_rows} if host_rows else {}
     return kept | {
         "data": tree_bytes(data),
-        "models": share_bytes((state.groups, state.server)),
-        "client_memory": share_bytes((state.memory, state.rows)),
+        "models": tree_bytes((state.groups, state.server), of_device=True),
+        "client_memory": tree_bytes((state.memory, state.rows), of_device=True),
         "work": work,
     }
 
