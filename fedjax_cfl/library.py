@@ -32,7 +32,7 @@ from fedjax_cfl.sharding import make_mesh
 from fedjax_cfl.simulation import driver
 from fedjax_cfl.simulation.callback import Callback
 from fedjax_cfl.simulation.driver import Result
-from fedjax_cfl.simulation.program import Inputs, check_data, hold_numbers
+from fedjax_cfl.simulation.program import OF_OBJECTS, Inputs, check_data, hold_numbers
 from fedjax_cfl.simulation.rounds import Plan, Setup
 from fedjax_cfl.simulation.width import choose_width
 from fedjax_cfl.system.select import full_participation, uniform
@@ -222,6 +222,7 @@ def run(
     folder = None if run_dir is None else Path(run_dir).expanduser().absolute()
     if numbers is None:
         return _run_one(setup, plan, key, folder, *more)
+    OF_OBJECTS.varied = not isinstance(source, FederatedData)  # each seed deals them otherwise
     runs = {}
     for place, seed in enumerate(numbers):
         dealt = setup._replace(data=deal(source, seed) if place else data)
