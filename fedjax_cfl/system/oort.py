@@ -12,8 +12,6 @@ preferred is one second: every tried client whose rounds take longer is penalise
 its seconds, also one that is fast among its like. Constants are those of the FedScale code.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -31,16 +29,6 @@ CUT_OFF = 0.05  # of the score at the last exploited place
 STALENESS = 0.1
 CLIP = 90.0  # percentile of the utilities
 ROOMY = 5  # candidates of exploration per slot
-
-
-class Pace(NamedTuple):
-    """How much is explored, and how slow a client may be."""
-
-    explore: float = 0.9  # share of the slots at first
-    decay: float = 0.98  # of that share, every call
-    least: float = 0.3
-    percentile: float = 30.0  # of durations: slower clients are penalised
-    penalty: float = 2.0  # exponent
 
 
 class OortMemory(struct.PyTreeNode):
@@ -140,8 +128,7 @@ def choose(
     Args: `draws` [3, K] are Gumbel draws, for exploitation, exploration and the rest of the
     slots; `memory` is that of this call, see `next_call`; `candidates` [K] bool may be
     selected; `group` [K] int32 is the group of each client; `quota` [m] int32 is the most
-    clients of each group; `exponent` >= 0 is that of the penalty on slow clients,
-    `Pace.penalty`.
+    clients of each group; `exponent` >= 0 is that of the penalty on slow clients.
     """
     m = quota.size
     tried, fresh = candidates & (memory.count > 0), candidates & (memory.count == 0)
@@ -178,13 +165,15 @@ def oort(
     percentile: float = 30.0,
     penalty: NonNegativeFloat = 2.0,
 ) -> Selection:
-    """Selects by Oort within each group's quota; the numbers are the fields of `Pace`.
+    """Selects by Oort within each group's quota.
+
+    Args: `explore` is the share of the slots that go to clients not tried yet at first, of which
+    `decay` is left with every call, and `least` in the end; clients slower than the `percentile` of
+    durations are penalised, with the exponent `penalty`.
 
     Clients not tried yet count as taking one second each, see the module for what that does to the
     others. Without a clock no client is penalised for long rounds.
     """
-
-    pacing = Pace(explore, decay, least, percentile, penalty)
 
     def init(data: FederatedData) -> OortMemory:
         clients = data.num_clients
@@ -194,17 +183,17 @@ def oort(
             last=jnp.zeros(clients, jnp.int32),
             count=jnp.zeros(clients, jnp.int32),
             calls=jnp.zeros((), jnp.int32),
-            explore=jnp.float32(pacing.explore),
-            percentile=jnp.float32(pacing.percentile),
+            explore=jnp.float32(explore),
+            percentile=jnp.float32(percentile),
             exploited=jnp.zeros(HISTORY, jnp.float32),
         )
 
     def select(key: Key, memory: OortMemory, state: State, data: FederatedData) -> jax.Array:
         draws = jax.random.gumbel(key, (3, data.num_clients))
         candidates, group = data.train.size > 0, groups_of(state)
-        memory = next_call(memory, pacing)
+        memory = next_call(memory, decay, least)
         quota = share_quotas(clients_per_round, per_group(candidates, group, state.active.size))
-        taken, _ = choose(draws, memory, candidates, group, quota, pacing.penalty)
+        taken, _ = choose(draws, memory, candidates, group, quota, penalty)
         order = put_first(taken)[:clients_per_round]
         ids = jnp.where(taken[order], order, data.num_clients)
         empty = clients_per_round - ids.size
@@ -213,15 +202,15 @@ def oort(
     def update(
         memory: OortMemory, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
     ) -> OortMemory:
-        return remember(next_call(memory, pacing), cohort, upload, seconds)
+        return remember(next_call(memory, decay, least), cohort, upload, seconds)
 
     return Selection(init, select, update)
 
 
-def next_call(memory: OortMemory, pacing: Pace) -> OortMemory:
+def next_call(memory: OortMemory, decay: float, least: float) -> OortMemory:
     """Returns the memory with the share, the percentile and the number of the next call."""
     memory = memory.replace(calls=memory.calls + 1)
-    share = jnp.maximum(pacing.decay * memory.explore, pacing.least)
+    share = jnp.maximum(decay * memory.explore, least)
     first = memory.calls == 1
     return memory.replace(explore=jnp.where(first, memory.explore, share), percentile=pace(memory))
 
