@@ -52,7 +52,7 @@ def draw_candidates(key: Key, state: State, data: FederatedData, candidates: int
     """
     size = data.train.size
     draws = jnp.log(jnp.maximum(size, 1)) + jax.random.gumbel(key, size.shape)
-    return take_quotas(draws, groups_of(state), size > 0, state.active.size, candidates)
+    return take_quotas(state, draws, size > 0, candidates)
 
 
 def check_candidates(clients_per_round: int, candidates: int) -> None:
@@ -81,11 +81,11 @@ def select_highest(
         ids = draw_candidates(drawing, state, data, candidates)
         cohort = make_cohort(ids, data, local.execution)
         each = losses(cohort, data, (trying, state.groups) if batch else state.groups)
-        own = groups_of(state)
-        loss = jnp.take_along_axis(each, cohort.take(own)[:, None], axis=1)[:, 0]
+        own = cohort.take(groups_of(state))
+        loss = jnp.take_along_axis(each, own[:, None], axis=1)[:, 0]
         score = cohort.put(jnp.full(data.num_clients, -jnp.inf), loss)
         drawn = cohort.put(jnp.zeros(data.num_clients, bool), True)
-        return take_quotas(score, own, drawn, state.active.size, clients_per_round)
+        return take_quotas(state, score, drawn, clients_per_round)
 
     def poll(key: Key, state: State, data: FederatedData) -> Bill:
         drawing, _ = jax.random.split(key)
@@ -128,7 +128,7 @@ def rpow_d(clients_per_round: PositiveInt, candidates: PositiveInt) -> Selection
         # those never selected in random order, not by id
         first = 1e30 * (1.0 + jax.random.uniform(jax.random.fold_in(key, 1), loss.shape))
         score = jnp.where(jnp.isinf(loss), first, loss)
-        return take_quotas(score, groups_of(state), drawn, state.active.size, clients_per_round)
+        return take_quotas(state, score, drawn, clients_per_round)
 
     def update(
         loss: jax.Array, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None

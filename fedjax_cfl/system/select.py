@@ -137,17 +137,11 @@ def rank_in_groups(score: jax.Array, group: jax.Array) -> jax.Array:
     return jnp.zeros_like(place).at[order].set(place - begin)
 
 
-def take_quotas(
-    score: jax.Array, group: jax.Array, candidates: jax.Array, num_groups: int, slots: int
-) -> jax.Array:
-    """Returns the ids [slots] of the candidates [K] bool of highest score within their
-    group's quota, K in a slot that stays empty.
-
-    Args: `score` [K] is higher for clients to prefer; `group` [K] int32 is the group of each, 0
-    .. m - 1; `candidates` [K] bool may be selected; `num_groups` is m and `slots` the length of
-    the result, both static.
+def take_quotas(state: State, score: jax.Array, candidates: jax.Array, slots: int) -> jax.Array:
+    """Returns the ids [slots] of the candidates [K] bool of highest `score` [K] within the quotas
+    of their present groups, K in a slot that stays empty.
     """
-    clients = group.size
+    group, clients, num_groups = groups_of(state), state.assignment.size, state.active.size
     own = jnp.where(candidates, group, num_groups)
     members = jnp.zeros(num_groups, jnp.int32).at[own].add(1, mode="drop")
     quota = share_quotas(slots, members)
@@ -167,10 +161,7 @@ def by_group(clients_per_round: PositiveInt, score: ScoreFn | None = None) -> Se
     rank = score or (lambda key, state, data: jax.random.uniform(key, (data.num_clients,)))
 
     def select(key: Key, memory: tuple, state: State, data: FederatedData) -> jax.Array:
-        candidates, own = data.train.size > 0, groups_of(state)
-        return take_quotas(
-            rank(key, state, data), own, candidates, state.active.size, clients_per_round
-        )
+        return take_quotas(state, rank(key, state, data), data.train.size > 0, clients_per_round)
 
     return memoryless(select)
 
