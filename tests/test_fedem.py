@@ -36,7 +36,6 @@ from fedjax_cfl.simulation.personalize import (
 )
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import count_to_int
 from fedjax_cfl.types import Cohort, ServedModels, State
 
@@ -517,9 +516,7 @@ def test_time_counts_all_models_and_the_inference(toy, linear, local):
     """
     m, size = 3, np.array(SIZES)
     step, rate, sample = np.linspace(0.1, 1, CLIENTS), 1000.0, np.linspace(0.02, 0.01, CLIENTS)
-    clock = device_profiles(step, np.full(CLIENTS, rate), wait_for=2)._replace(
-        ask_seconds=asking_seconds(np.full(CLIENTS, rate), sample)
-    )
+    clock = device_profiles(step, np.full(CLIENTS, rate), 2, sample)
     algorithm = fedrc(linear, local, cfl.System(COHORTS, clock=clock), m=m)
     (_, state), (info,) = play(algorithm, toy, 1)
     who = TABLE[0]

@@ -18,7 +18,6 @@ from fedjax_cfl.algorithms.fedfomo import hold_out_samples, take_held_out
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import make_bill, make_report, no_bill
 
 KEY = jax.random.key(3)
@@ -44,9 +43,8 @@ def timed(linear, local):
 
     def run(factory, datas, selection, begun=None, **settings):
         clients = datas[0].num_clients
-        clock = device_profiles(np.zeros(clients), np.full(clients, 1e30))._replace(
-            ask_seconds=asking_seconds(np.full(clients, 1e30), SAMPLE[:clients])
-        )
+        rate = np.full(clients, 1e30)
+        clock = device_profiles(np.zeros(clients), rate, None, SAMPLE[:clients])
         system = cfl.System(selection, clock=clock)
         algorithm = build(factory, linear, local, system, **settings)
         one_round = jax.jit(algorithm.round)
@@ -203,9 +201,7 @@ def test_cfl_trains_at_every_cut_that_a_client_missed(concepts, timed):
 
 
 def test_what_is_inferred_before_a_round_counts_without_traffic():
-    clock = device_profiles(np.ones(4), np.ones(4))._replace(
-        ask_seconds=asking_seconds(np.ones(4), SAMPLE[:4])
-    )
+    clock = device_profiles(np.ones(4), np.ones(4), None, SAMPLE[:4])
     state = SimpleState(jnp.zeros(4, jnp.int32), jnp.ones(1, bool), jnp.zeros(2, jnp.uint32))
     report = make_report(make_bill(samples=jnp.array([0, 5, 3, 0])))
     waited = clocks.wait_before(clock, state, report, no_bill(), 4)

@@ -20,7 +20,6 @@ from fedjax_cfl.round.engine import federated
 from fedjax_cfl.system import clock as clocks
 from fedjax_cfl.system import reports, select
 from fedjax_cfl.system.clock import device_profiles
-from fedjax_cfl.system.devices import asking_seconds
 from fedjax_cfl.system.reports import count_arrived, make_bill, make_report, no_bill, no_traffic
 from fedjax_cfl.types import Cohort, Traffic
 
@@ -171,7 +170,7 @@ def test_bytes_and_seconds_of_each_slot():
     arrived = count_arrived(bill, jnp.array([False, True, False]))
     assert charged(arrived) == Traffic(4, 0, 0, 2)
     assert count_arrived(no_bill(), jnp.ones(3, bool)).samples.size == 0
-    clock = device_profiles(np.zeros(3), np.ones(3))._replace(ask_seconds=asking_seconds(1, 1))
+    clock = device_profiles(np.zeros(3), np.ones(3), None, np.ones(3))
     cohort, steps = Cohort(jnp.arange(3), jnp.arange(3)), SimpleNamespace(steps=jnp.zeros(3))
     given = [make_report(), make_report(bill, early=make_bill(samples=jnp.array([0, 0, 7])))]
     seconds = clocks.client_seconds(clock, cohort, steps, given, 100, 3)

@@ -50,25 +50,17 @@ class Clock(NamedTuple):
 
 
 def device_profiles(
-    step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None = None
+    step_seconds: np.ndarray,
+    bytes_per_second: np.ndarray,
+    wait_for: int | None = None,
+    sample_seconds: np.ndarray | None = None,
 ) -> Clock:
-    """Gives every client a device: `step_seconds` [K] per local step, and a connection of
-    `bytes_per_second` [K], down and up alike. Raises InputError as `check_profiles` does.
+    """Gives every client a device: `step_seconds` [K] per local step, a connection of
+    `bytes_per_second` [K], down and up alike, and `sample_seconds` [K] to infer a sample, None:
+    what is exchanged and inferred before training takes no time.
+
+    Raises InputError for seconds < 0, bytes <= 0, or fewer than one answer to wait for.
     """
-    check_profiles(np.asarray(step_seconds), np.asarray(bytes_per_second), wait_for)
-    compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
-
-    def seconds(cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array:
-        clients = jnp.minimum(cohort.ids, compute.size - 1)
-        return upload.steps * compute[clients] + slot_bytes / bandwidth[clients]
-
-    return Clock(seconds, wait_for)
-
-
-def check_profiles(
-    step_seconds: np.ndarray, bytes_per_second: np.ndarray, wait_for: int | None
-) -> None:
-    """Raises InputError for seconds < 0, bytes <= 0, or fewer than one answer."""
     if step_seconds.shape != bytes_per_second.shape:
         raise InputError(
             f"clock: {step_seconds.size} step_seconds and {bytes_per_second.size} bytes_per_second:"
@@ -86,6 +78,16 @@ def check_profiles(
             )
     if wait_for is not None and wait_for < 1:
         raise InputError(f"clock: wait_for={wait_for}: must be a whole number >= 1 or null")
+    compute, bandwidth = jnp.asarray(step_seconds), jnp.asarray(bytes_per_second)
+
+    def seconds(cohort: Cohort, upload: Upload, slot_bytes: jax.Array) -> jax.Array:
+        clients = jnp.minimum(cohort.ids, compute.size - 1)
+        return upload.steps * compute[clients] + slot_bytes / bandwidth[clients]
+
+    if sample_seconds is None:
+        return Clock(seconds, wait_for)
+    each = jnp.asarray(sample_seconds)
+    return Clock(seconds, wait_for, lambda sent, samples: sent / bandwidth + samples * each)
 
 
 def find_duration(
@@ -102,13 +104,6 @@ def find_duration(
     arrivals = jnp.sort(jnp.where(answers, seconds, jnp.inf))
     duration = jnp.where(waited > 0, arrivals[jnp.maximum(waited - 1, 0)], 0.0)
     return duration, answers & (seconds > duration)
-
-
-class RoundEnd(NamedTuple):
-    """How a round ended."""
-
-    duration: jax.Array  # [n] float32 seconds
-    late: jax.Array  # [S] bool, the answer came after the end
 
 
 def clock_of(clock: Clock, gid: jax.Array) -> jax.Array:
@@ -184,8 +179,9 @@ def end_round(
     seconds: jax.Array,
     waited: jax.Array,
     num_clients: int,
-) -> RoundEnd:
-    """Returns when a round ends, and whose answers come too late.
+) -> tuple[jax.Array, jax.Array]:
+    """Returns how long a round lasts on each clock, [n] float32 seconds, and whose answers [S] bool
+    come too late.
 
     With a clock for each group, a group waits for its share of `clock.wait_for` answers, at least
     one. If no client on a clock answers, its round lasts as long as what came before training.
@@ -204,7 +200,7 @@ def end_round(
     duration, late = jax.vmap(lambda member, wait: find_duration(seconds, answers & member, wait))(
         member, shares
     )
-    return RoundEnd(duration + waited, jnp.any(late, axis=0))
+    return duration + waited, jnp.any(late, axis=0)
 
 
 def advance_clock(clock_ms: jax.Array, duration: jax.Array) -> jax.Array:

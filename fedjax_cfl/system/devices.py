@@ -7,11 +7,8 @@ two means that Fielding reports (https://arxiv.org/abs/2411.01580, appendix E): 
 steps of 20 samples, and 116.7 s for ResNet-18 down and up.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_cfl.data.datasets.table import csv, parquet
@@ -86,19 +83,5 @@ def fedscale_clock(
     sample = model_factor * devices.sample_seconds
     wait_for = None if overcommit == 1 else max(int(sizes.clients_per_round / overcommit + 1e-9), 1)
     step = TRAIN_TO_INFERENCE * sizes.batch_size * sample
-    return device_profiles(step, devices.bytes_per_second, wait_for)._replace(
-        ask_seconds=asking_seconds(devices.bytes_per_second, sample),
-        server_seconds=server_seconds,
-        per_group=per_group,
-    )
-
-
-def asking_seconds(
-    bytes_per_second: np.ndarray, sample_seconds: np.ndarray
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """Returns a function (bytes [K], samples [K]) -> [K] seconds that a client takes to
-    exchange so many bytes and to infer so many samples.
-    """
-    rate = jnp.asarray(bytes_per_second, jnp.float32)
-    each = jnp.asarray(sample_seconds, jnp.float32)
-    return lambda client_bytes, samples: client_bytes / rate + samples * each
+    clock = device_profiles(step, devices.bytes_per_second, wait_for, sample)
+    return clock._replace(server_seconds=server_seconds, per_group=per_group)

@@ -22,7 +22,7 @@ from fedjax_cfl.data.federated import check_classes
 from fedjax_cfl.keys import draw_permutation
 from fedjax_cfl.tree import squared_leaf_norms, squared_norms, take_rows
 from fedjax_cfl.types import Cohort, FaultCounts, FederatedData, Key, Params, Upload
-from fedjax_cfl.validation import Fraction, NonNegativeFloat, check_settings
+from fedjax_cfl.validation import Fraction, NonNegativeFloat
 
 DROPOUT, STRAGGLER, NAN, NOISE = range(4)  # purposes of draws, see `client_keys`
 
@@ -44,11 +44,6 @@ class Faults(NamedTuple):
     # an update that is not finite: skip (weight 0) | zero (its bad entries become 0) | raise (the
     # run stops and names it)
     nonfinite: Literal["skip", "zero", "raise"] = "skip"
-
-    def validate(self) -> "Faults":
-        """Returns itself. Raises InputError for a value that is not allowed."""
-        check_settings(Faults, self._asdict(), "faults")
-        return self
 
 
 def client_keys(key: Key, purpose: int, cohort: Cohort) -> Key:

@@ -26,6 +26,7 @@ from fedjax_cfl.types import (
     State,
     Upload,
 )
+from fedjax_cfl.validation import check_settings
 
 
 class RoundLog(NamedTuple):
@@ -112,11 +113,10 @@ class System(NamedTuple):
         if clock is not None:
             parts = [reports.make_report(bill), *log.planned]
             seconds = clocks.client_seconds(clock, cohort, upload, parts, model_bytes, clients)
-            end = clocks.end_round(
+            duration, behind = clocks.end_round(
                 clock, cohort, log.sent_group, answered, seconds, waited, clients
             )
-            duration, late = end.duration, jnp.sum(end.late).astype(jnp.int32)
-            upload = faults.drop_updates(end.late, upload)
+            late, upload = jnp.sum(behind).astype(jnp.int32), faults.drop_updates(behind, upload)
         report = reports.make_report(bill, fault_counts=reports.sum_fault_counts(counts, cohort))
         planned = tuple(
             each.replace(bill=reports.count_arrived(each.bill, answered)) for each in log.planned
@@ -160,4 +160,5 @@ def as_system(given: SystemLike) -> System:
     Raises InputError for faults that are not allowed.
     """
     system = System(given) if isinstance(given, Selection) else given
-    return system._replace(faults=system.faults.validate())
+    check_settings(Faults, system.faults._asdict(), "faults")
+    return system
