@@ -73,16 +73,12 @@ def locate(*relative_paths: str) -> list[Path] | None:
 
     A name that ends in .gz is also found unpacked, without that ending.
     """
-    found = [path for relative in relative_paths if (path := _find(relative)) is not None]
+    found = []
+    for relative in relative_paths:
+        names = dict.fromkeys((relative, relative.removesuffix(".gz")))
+        places = [root / name for root in search_dirs() for name in names]
+        found += [place for place in places if os.path.lexists(place)][:1]
     return found if len(found) == len(relative_paths) else None
-
-
-def _find(relative: str) -> Path | None:
-    names = dict.fromkeys((relative, relative.removesuffix(".gz")))
-    return next(
-        (root / name for root in search_dirs() for name in names if os.path.lexists(root / name)),
-        None,
-    )
 
 
 def locate_leaf(name: str, *others: tuple[str, ...]) -> list[Path] | None:
@@ -110,7 +106,7 @@ def missing_data_error(name: str, *relative_paths: str, why: str = "") -> InputE
     """Returns the error for a data set that is not here, which says what to put where, and where to
     get it; `why`: it is not downloaded now.
     """
-    absent = [relative for relative in relative_paths if _find(relative) is None]
+    absent = [relative for relative in relative_paths if locate(relative) is None]
     source = f"`fedjax-cfl download {name}` does it" if name in list_public() else PAGES[name]
     return InputError(
         f"{name}{why}: not found: {', '.join(absent)}; put it into {cache_dir()} or into a folder"

@@ -6,14 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.download import (
-    fetch,
-    list_wanted,
-    locate,
-    missing_data_error,
-    require,
-)
+from fedjax_cfl.data.datasets import download, readers
 from fedjax_cfl.data.datasets.leaf_json import leaf
 from fedjax_cfl.data.datasets.pool import check_pool, read_test_mask
 from fedjax_cfl.errors import InputError
@@ -23,7 +16,7 @@ from fedjax_cfl.validation import checked
 STD_EPSILON = 0.001  # added to a pixel's standard deviation, which is 0 at the border
 DIGITS = Path(__file__).with_name("digits.npz")  # images 0 .. 16, labels 0 .. 9
 FEMNIST = "femnist/femnist_leaf_sf005_uint8.npz"
-CIFAR = tuple(list_wanted("cifar10"))
+CIFAR = tuple(download.list_wanted("cifar10"))
 CIFAR_PART = "cifar10/cifar10_clients00-21.npz"
 CIFAR_100 = tuple(f"cifar100/cifar-100-binary/{part}.bin" for part in ("train", "test"))
 # bytes of an image of CIFAR, its red, green and blue pixels; before it come its labels
@@ -52,7 +45,7 @@ def mnist(standardize: bool = True, offline: bool = False) -> Pool:
     images, test included, as FedProx prepared its data (x in 0 .. 255); else x stays
     uint8. Files: the four IDX files under mnist/, downloaded if missing.
     """
-    x, y, test = _idx(fetch("mnist", offline))
+    x, y, test = _idx(download.fetch("mnist", offline))
     return check_pool(
         Pool(_standardize(x, slice(None)) if standardize else x, y, 10, test=test), "mnist"
     )
@@ -73,9 +66,10 @@ def fashion_mnist(
     standardised together. `split=random` draws a test split of the official one's size,
     a seventh of every class, always the same for the same files.
     """
-    pooled = locate(*FASHION) if locate(*list_wanted("fashion_mnist")) is None else None
+    official = download.locate(*download.list_wanted("fashion_mnist"))
+    pooled = None if official else download.locate(*FASHION)
     if pooled is None:
-        x, y, test = _idx(fetch("fashion_mnist", offline))
+        x, y, test = _idx(download.fetch("fashion_mnist", offline))
         rows = ~test
     else:
         parts = [read_images(path, ("images", "labels")) for path in pooled]
@@ -106,8 +100,8 @@ def femnist(
     leaf_json/{train,test} (x is float32 in [0, 1]). There is no download: LEAF's
     scripts make them.
     """
-    archive = locate(FEMNIST)
-    folders = locate("femnist/data") or locate("femnist/leaf_json")
+    archive = download.locate(FEMNIST)
+    folders = download.locate("femnist/data") or download.locate("femnist/leaf_json")
     if archive is not None:
         arrays = read_images(archive[0], ("images", "labels", "user", "split"))
         test = read_test_mask(archive[0], arrays["split"], arrays["labels"])
@@ -123,7 +117,7 @@ def femnist(
             )
         pool = pool._replace(x=pool.x.reshape(-1, 28, 28))
     else:
-        raise missing_data_error("femnist", FEMNIST, why=" (offline)" if offline else "")
+        raise download.missing_data_error("femnist", FEMNIST, why=" (offline)" if offline else "")
     writer = np.asarray(pool.client)
     if classes == "digits":
         keep = pool.y < 10
@@ -143,7 +137,7 @@ def cifar10(centered: bool = False) -> Pool:
     cifar10/cifar10_clients00-21.npz, whose official split is lost (`test` is None).
     They are downloaded by `fedjax-cfl download cifar10` alone.
     """
-    batches, part = locate(*CIFAR), locate(CIFAR_PART)
+    batches, part = download.locate(*CIFAR), download.locate(CIFAR_PART)
     if batches is not None:
         x, y, test = join_parts([_records(path) for path in batches])
         pool = Pool(x, y[:, 0], 10, test=test)
@@ -151,7 +145,7 @@ def cifar10(centered: bool = False) -> Pool:
         arrays = read_images(part[0], ("images", "labels"), (32, 32, 3))
         pool = Pool(arrays["images"], arrays["labels"], 10)
     else:
-        raise missing_data_error("cifar10", CIFAR[0], CIFAR_PART)
+        raise download.missing_data_error("cifar10", CIFAR[0], CIFAR_PART)
     return check_pool(_center(pool) if centered else pool, "cifar10")
 
 
@@ -164,11 +158,11 @@ def cifar100(labels: Literal["fine", "coarse"] = "fine", centered: bool = False)
     test.bin, and {fine,coarse}_label_names.txt, from which classes have names, if it is there.
     They are downloaded by `fedjax-cfl download cifar100` alone.
     """
-    paths = require("cifar100", *CIFAR_100)
+    paths = download.require("cifar100", *CIFAR_100)
     x, y, test = join_parts([_records(path, labels=2) for path in paths])
     column, classes = (1, 100) if labels == "fine" else (0, 20)
     names = None
-    if found := locate(f"cifar100/cifar-100-binary/{labels}_label_names.txt"):
+    if found := download.locate(f"cifar100/cifar-100-binary/{labels}_label_names.txt"):
         text = readers.read_unpacked(found[0]).decode("utf-8", "backslashreplace")
         names = tuple(text.split())
         if not len(names) == len(set(names)) == classes:
