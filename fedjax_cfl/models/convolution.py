@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_cfl.models.layers import KERAS, Init
+from fedjax_cfl.models.layers import KERAS, Init, draw_uniform
 
 
 def extract_patches(x: jax.Array, size: tuple[int, int], strides: tuple[int, int]) -> jax.Array:
@@ -221,15 +221,11 @@ class DepthwiseConv(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the convolution."""
-        kernel = self.param("kernel", _depthwise_glorot, (3, 3, x.shape[-1]))
+        # Glorot-uniform: nine numbers into a channel's output and nine out of its input
+        glorot = partial(draw_uniform, math.sqrt(6 / 18))
+        kernel = self.param("kernel", glorot, (3, 3, x.shape[-1]))
         on_cpu = jax.default_backend() == "cpu"
         return (shift_and_add_per_image if on_cpu else shift_and_add)(x, kernel, self.strides)
-
-
-def _depthwise_glorot(key: jax.Array, shape: tuple[int, int, int]) -> jax.Array:
-    # Nine numbers into a channel's output and nine out of its input.
-    reach = math.sqrt(6 / 18)
-    return jax.random.uniform(key, (math.prod(shape),), jnp.float32, -reach, reach).reshape(shape)
 
 
 def _pair(size: int | tuple[int, int]) -> tuple[int, int]:

@@ -9,6 +9,7 @@ sample is, as in `Task`.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -19,12 +20,19 @@ from jax import lax
 from fedjax_cfl.tree import STATISTICS
 
 
-def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-    """Returns a Glorot-uniform kernel [..., in, out]; drawn flat: over a short last
-    axis XLA unrolls the generator.
+def draw_uniform(
+    reach: float, key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32
+) -> jax.Array:
+    """Returns uniform numbers in +-reach in this shape, drawn flat: over a short last axis XLA
+    unrolls the generator.
     """
-    reach = math.sqrt(6 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
     return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
+
+
+def glorot(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    """Returns a Glorot-uniform kernel [..., in, out]."""
+    reach = math.sqrt(6 / (math.prod(shape[:-2]) * (shape[-2] + shape[-1])))
+    return draw_uniform(reach, key, shape, dtype)
 
 
 class Init(NamedTuple):
@@ -41,11 +49,7 @@ def pytorch(fan_in: int) -> Init:
     """Returns what PyTorch's layers do by default: kernels and biases are uniform in +-1 /
     sqrt(fan_in), the inputs of one output.
     """
-    reach = 1 / math.sqrt(fan_in)
-
-    def draw(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> jax.Array:
-        return jax.random.uniform(key, (math.prod(shape),), dtype, -reach, reach).reshape(shape)
-
+    draw = partial(draw_uniform, 1 / math.sqrt(fan_in))
     return Init(draw, draw)
 
 

@@ -20,6 +20,8 @@ def _over_time(
 ) -> jax.Array:
     # inputs [B, T, gates]: projected for all steps by one large matrix product; only the
     # recurrent product is left to the loop.
+    if inputs.ndim != 3:
+        raise ValueError("sequences [T, features] are allowed")
     _, outputs = lax.scan(step, carry, inputs.swapaxes(0, 1), reverse=reverse)  # [T, B, h]
     return outputs.swapaxes(0, 1) if sequences else outputs[0 if reverse else -1]
 
@@ -39,8 +41,6 @@ class GRU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Runs over the time axis; ValueError if there is none."""
-        if x.ndim != 3:
-            raise ValueError("sequences [T, features] are allowed")
         kernel = self.param("kernel", glorot, (x.shape[-1], 3 * self.features))
         recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 3 * self.features))
         # of the input and of the recurrent product
@@ -73,8 +73,6 @@ class LSTM(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Runs over the time axis; ValueError if there is none."""
-        if x.ndim != 3:
-            raise ValueError("sequences [T, features] are allowed")
         kernel = self.param("kernel", glorot, (x.shape[-1], 4 * self.features))
         recurrent = self.param("recurrent_kernel", orthogonal, (self.features, 4 * self.features))
         bias = self.param("bias", _forget_one, (4 * self.features,))
