@@ -18,18 +18,13 @@ def average(value: Any, weight: Any, axis: int | None = None) -> Any:
     without any weight the mean is NaN.
     """
     xp, weight = value.__array_namespace__(), weight.astype("float32")
-    total = weight.sum(axis)
-    return xp.where(
-        total > 0,
-        (xp.where(weight > 0, value, 0) * weight).sum(axis) / xp.where(total > 0, total, 1),
-        xp.nan,
-    )
+    return divide((xp.where(weight > 0, value, 0) * weight).sum(axis), weight.sum(axis))
 
 
 def divide(total: Any, number: Any) -> Any:
     """Returns a sum divided by a number; NaN where that is 0."""
     xp = number.__array_namespace__()
-    return xp.where(number > 0, total / number.clip(1), xp.nan)
+    return xp.where(number > 0, total / xp.where(number > 0, number, 1), xp.nan)
 
 
 def count_f1(hits: Any, named: Any) -> Any:
@@ -58,7 +53,7 @@ def mean_by_client(values: jax.Array, owner: jax.Array, samples: jax.Array) -> j
     total = jnp.zeros((parts, samples.size), jnp.float32)
     part = jnp.arange(owner.size) // MAX_SUMMED
     total = total.at[part, owner].add(values.astype(jnp.float32), mode="drop").sum(0)
-    return jnp.where(samples > 0, total / jnp.maximum(samples, 1), jnp.nan)
+    return divide(total, samples)
 
 
 def means_by_group(values: Any, weights: Any, groups: Any, count: int) -> Any:
@@ -71,7 +66,7 @@ def means_by_group(values: Any, weights: Any, groups: Any, count: int) -> Any:
         bincount(number, length, part)[:count]
         for part in (xp.where(inside, values, 0) * weights, xp.where(inside, weights, 0))
     )
-    return xp.where(mass > 0, sums / xp.where(mass > 0, mass, 1), xp.nan)
+    return divide(sums, mass)
 
 
 def sums_by_group(counts: Any, groups: Any, count: int) -> Any:
