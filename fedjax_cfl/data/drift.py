@@ -21,13 +21,7 @@ import numpy as np
 from jax import lax
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.data.federated import (
-    check_classes,
-    label_counts,
-    move_client_index,
-    train_label_counts,
-    update_client_index,
-)
+from fedjax_cfl.data import federated
 from fedjax_cfl.keys import draw_permutation, put_first
 from fedjax_cfl.types import FederatedData, Key
 from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, Rule, checked, pick
@@ -112,7 +106,7 @@ def swap_all(p: Fraction | jax.Array = 0.05, pool: SwapPool = "all") -> Drift:
 
         def exchange(owner, train, test):
             new = jnp.where(owner < 0, owner, heir[owner])
-            return new, *(move_client_index(view, owner, heir) for view in (train, test))
+            return new, *(federated.move_client_index(view, owner, heir) for view in (train, test))
 
         return edit_views(data, jnp.any(shifted), exchange), memory, shifted
 
@@ -148,7 +142,7 @@ def swap_part(
     allowed = pick(allow, all=lambda asked, possible: possible)
 
     def apply(key, round, data, memory, warm):
-        check_classes(data, "drift=swap_part", OTHER_DRIFTS)
+        federated.check_classes(data, "drift=swap_part", OTHER_DRIFTS)
         drawn = draw_swaps(key, round, data.num_clients, data.num_classes)
         first, second, real = pair_clients(drawn.order, warm | (pool == "all"))
         has = _held_labels(data)
@@ -200,9 +194,7 @@ def pair_clients(order: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Ar
 
 def _held_labels(data: FederatedData) -> jax.Array:
     """Returns the labels of which each client holds training and test samples, [K, C] bool."""
-    train, test = (
-        label_counts(view, data.owner, data.y, data.num_classes) for view in (data.train, data.test)
-    )
+    train, test = (federated.label_counts(view, data) for view in (data.train, data.test))
     return (train > 0) & (test > 0)
 
 
@@ -213,7 +205,7 @@ def edit_owners(
 
     def rebuild(owner, train, test):
         new = edit(owner)
-        return new, update_client_index(train, new), update_client_index(test, new)
+        return new, *(federated.update_client_index(view, new) for view in (train, test))
 
     return edit_views(data, moves, rebuild)
 
@@ -240,8 +232,8 @@ def _most_by_label(data: FederatedData) -> int:
     clients that have no test samples of it: at most the largest block and all such
     remainders.
     """
-    check_classes(data, "drift=swap_part", OTHER_DRIFTS)
-    counts = np.asarray(train_label_counts(data), np.int64)
+    federated.check_classes(data, "drift=swap_part", OTHER_DRIFTS)
+    counts = np.asarray(federated.train_label_counts(data), np.int64)
     has = np.asarray(_held_labels(data))
     remainder = np.where(has, 0, counts)  # [K, C], does not move by itself
     largest = np.where(has, counts, 0).max(axis=0)
@@ -261,7 +253,7 @@ def label_swap(fraction: Fraction = 0.5, period: PositiveInt = 30) -> Drift:
     """
 
     def apply(key, round, data, memory, warm):
-        check_classes(data, "drift=label_swap", OTHER_DRIFTS)
+        federated.check_classes(data, "drift=label_swap", OTHER_DRIFTS)
         due = (round + 1) % period == 0
         chosen, labels = draw_label_pairs(key, round, data, fraction)
         shifted = chosen & due
@@ -285,7 +277,7 @@ def draw_label_pairs(
         jax.random.fold_in(jax.random.fold_in(key, purpose), round) for purpose in (CHOOSE, SWAP)
     )
     place = draw_permutation(who, data.num_clients)
-    has = train_label_counts(data) > 0
+    has = federated.train_label_counts(data) > 0
     score = jnp.where(has, jax.random.uniform(which, has.shape), -1.0)
     best, labels = lax.top_k(score, min(2, data.num_classes))
     if data.num_classes < 2:

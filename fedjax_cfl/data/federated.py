@@ -270,10 +270,7 @@ def build_client_index(
     a client their order stays.
     """
     size = np.bincount(owner, minlength=clients)
-    order = (
-        numbers if np.all(owner[1:] >= owner[:-1]) else numbers[np.argsort(owner, kind="stable")]
-    )
-    parts: Any = order, np.cumsum(size) - size, size
+    parts: Any = numbers[np.argsort(owner, kind="stable")], np.cumsum(size) - size, size
     return ClientIndex(*(part.astype(np.int32) if on_host else _to_device(part) for part in parts))
 
 
@@ -309,14 +306,11 @@ def move_client_index(view: ClientIndex, owner: jax.Array, heir: jax.Array) -> C
     return ClientIndex(order, start, size)
 
 
-def label_counts(view: ClientIndex, owner: jax.Array, y: jax.Array, num_classes: int) -> jax.Array:
-    """Counts the labels of each client's samples in a view: owner [N] (-1 = hidden), y
-    [N] -> [K, C] int32.
-    """
-    clients = view.size.shape[0]
-    held = owner[view.order]
-    row = jnp.where(held < 0, clients, held)  # a negative index would count from the end
-    return jnp.zeros((clients, num_classes), jnp.int32).at[row, y[view.order]].add(1, mode="drop")
+def label_counts(view: ClientIndex, data: FederatedData) -> jax.Array:
+    """Counts the labels of each client's samples in a view of the data, [K, C] int32."""
+    held, none = data.owner[view.order], jnp.zeros((data.num_clients, data.num_classes), jnp.int32)
+    row = jnp.where(held < 0, data.num_clients, held)  # a negative index would count from the end
+    return none.at[row, data.y[view.order]].add(1, mode="drop")
 
 
 def train_label_counts(data: FederatedData) -> jax.Array:
@@ -325,7 +319,7 @@ def train_label_counts(data: FederatedData) -> jax.Array:
     """
     remedy = "use a method, a selection and a drift that count no labels"
     check_classes(data, "label counts", remedy)
-    return label_counts(data.train, data.owner, data.y, data.num_classes)
+    return label_counts(data.train, data)
 
 
 def train_label_shares(data: FederatedData) -> jax.Array:
@@ -368,9 +362,7 @@ def take_clients(data: FederatedData, clients: np.ndarray) -> FederatedData:
     rows = np.flatnonzero(owner >= 0)
 
     def view(whole: ClientIndex) -> ClientIndex:
-        mask = np.zeros(len(data.y), bool)
-        mask[np.asarray(whole.order)] = True
-        kept = np.flatnonzero(mask[rows])
+        kept = np.flatnonzero(np.isin(rows, whole.order))
         return build_client_index(kept, owner[rows][kept], clients.size)
 
     def cut(column, places):

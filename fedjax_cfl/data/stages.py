@@ -193,11 +193,9 @@ def show_stages(
 
     def max_client_samples(data: FederatedData) -> int:
         concepts, time = check_stages(name, data, stages)
-        train = np.asarray(data.train.order)
+        held, when = (np.asarray(each)[data.train.order] for each in (data.owner, time))
         counts = np.zeros((data.num_clients, len(concepts) + 1), int)
-        np.add.at(
-            counts, (np.asarray(data.owner)[train], np.asarray(time)[train]), 1
-        )  # -1, always there, is the last column
+        np.add.at(counts, (held, when), 1)  # -1, always there, is the last column
         return int((counts[:, :-1] + counts[:, -1:]).max())
 
     return Drift(init, apply, max_client_samples)
