@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from fedjax_cfl.keys import put_first
 from fedjax_cfl.system.select import groups_of, rank_in_groups, share_quotas
 from fedjax_cfl.types import Cohort, FederatedData, Key, Selection, State, Upload
 from fedjax_cfl.validation import Fraction, NonNegativeFloat, PositiveInt, checked
@@ -194,10 +193,7 @@ def oort(
         memory = next_call(memory, decay, least)
         quota = share_quotas(clients_per_round, per_group(candidates, group, state.active.size))
         taken, _ = choose(draws, memory, candidates, group, quota, penalty)
-        order = put_first(taken)[:clients_per_round]
-        ids = jnp.where(taken[order], order, data.num_clients)
-        empty = clients_per_round - ids.size
-        return jnp.pad(ids, (0, empty), constant_values=data.num_clients)
+        return jnp.nonzero(taken, size=clients_per_round, fill_value=data.num_clients)[0]
 
     def update(
         memory: OortMemory, state: State, cohort: Cohort, upload: Upload, seconds: jax.Array | None
