@@ -8,19 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_cfl.data.datasets import pool as pools
 from fedjax_cfl.data.datasets import readers
-from fedjax_cfl.data.datasets.pool import (
-    COUNTED,
-    MAX_CLASSES,
-    check_length,
-    check_pool,
-    name_clients,
-    number_names,
-    read_numbers,
-    read_test_mask,
-    refuse_first,
-    to_array,
-)
 from fedjax_cfl.errors import InputError
 from fedjax_cfl.formatting import clean_name, name_columns, shorten
 from fedjax_cfl.types import Pool
@@ -121,7 +110,7 @@ def _plain_array(name: str, value: Any) -> np.ndarray:
 
             columns = interchange.from_dataframe(value).columns
             value = np.column_stack([column.to_numpy() for column in columns])
-        array = to_array(f"arrays: {name}", value)
+        array = pools.to_array(f"arrays: {name}", value)
         if array.dtype.kind == "T" or (isinstance(value, list | tuple) and array.dtype.kind == "U"):
             array = np.array(value, dtype=object)  # else NaN in it were text as well
     except InputError:
@@ -159,11 +148,11 @@ def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Po
     of the groups of clients by their names.
     """
     y, class_names = _number_labels(path, arrays["y"], num_classes)
-    pool = Pool(arrays["x"], y, COUNTED if num_classes is None else num_classes)
+    pool = Pool(arrays["x"], y, pools.COUNTED if num_classes is None else num_classes)
     if "split" in arrays:
-        pool = pool._replace(test=read_test_mask(path, arrays["split"], y))
+        pool = pool._replace(test=pools.read_test_mask(path, arrays["split"], y))
     if (time := arrays.get("time")) is not None and time.dtype.kind == "M":
-        refuse_first(np.isnat(time), f"{path}: time", "missing", "a date in each")
+        pools.refuse_first(np.isnat(time), f"{path}: time", "missing", "a date in each")
         seconds = time.astype("datetime64[us]").astype(np.int64)
         time = (seconds - seconds.min(initial=np.iinfo(np.int64).max)) // 10**6
     pool = pool._replace(time=time, class_names=class_names)
@@ -175,7 +164,7 @@ def build_pool(path: str, arrays: dict[str, Any], num_classes: int | None) -> Po
             pool = pool._replace(concept=_number_groups(path, arrays["concept"], ids))
     elif "concept" in arrays:
         raise InputError(f"{path}: concept is there without client, expected both or neither")
-    return check_pool(pool, path)
+    return pools.check_pool(pool, path)
 
 
 def _number_groups(path: str, concept: Any, ids: np.ndarray) -> np.ndarray:
@@ -198,7 +187,7 @@ def _number_groups(path: str, concept: Any, ids: np.ndarray) -> np.ndarray:
             f" ({len(ids)},) integers or text, one entry a client in the sorted order of the"
             " ids, or a dict of groups by ids"
         )
-    return number_names(path, "concept", concept)[1].astype(np.int32)
+    return pools.number_names(path, "concept", concept)[1].astype(np.int32)
 
 
 def _number_labels(
@@ -219,8 +208,8 @@ def _number_labels(
     if y.ndim != 1:
         raise InputError(f"{path}: y has shape {y.shape}, expected [N], one label a sample")
     if y.dtype.kind in "USO":
-        names, number = number_names(path, "y", y)
-        if (values := read_numbers(names)) is None:
+        names, number = pools.number_names(path, "y", y)
+        if (values := pools.read_numbers(names)) is None:
             if num_classes is None:
                 refuse_stray_signs(path, names)
             return number, tuple(names)
@@ -262,7 +251,7 @@ def _close_gaps(path: str, y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...] |
             " (task=regression, in Python num_classes=0); expected class numbers, or num_classes if"
             " these are classes"
         )
-    outside = labels.size and (labels[0] < 0 or labels[-1] > MAX_CLASSES)
+    outside = labels.size and (labels[0] < 0 or labels[-1] > pools.MAX_CLASSES)
     if outside or np.array_equal(labels, np.arange(labels.size)):
         return y, None
     return np.searchsorted(labels, y), tuple(map(clean_name, labels.tolist()))
@@ -270,15 +259,15 @@ def _close_gaps(path: str, y: np.ndarray) -> tuple[np.ndarray, tuple[str, ...] |
 
 def number_clients(path: str, client: np.ndarray, samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ids of the clients [K], sorted, and each sample's client number [N]."""
-    check_length(f"{path}: client", client, samples)
+    pools.check_length(f"{path}: client", client, samples)
     if client.dtype.kind not in "buifUSO":
         raise InputError(f"{path}: client has dtype {client.dtype}, expected integers or text")
     if client.dtype.kind == "f":
         bad = ~((np.abs(client) < 2**53) & (client == np.floor(client)))  # NaN is bad, too
-        refuse_first(bad, f"{path}: client", client, "whole numbers below 2^53, or text")
+        pools.refuse_first(bad, f"{path}: client", client, "whole numbers below 2^53, or text")
     if client.dtype.kind in "buif" and client.max(initial=0) < 2**63:
         ids, number = np.unique(client.astype(np.int64, copy=False), return_inverse=True)
     else:
-        names, number = number_names(path, "client", client)
-        ids = np.array(name_clients(names))
+        names, number = pools.number_names(path, "client", client)
+        ids = np.array(pools.name_clients(names))
     return ids, number.astype(np.int32)
