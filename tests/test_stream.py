@@ -145,10 +145,8 @@ def test_redrawn_samples_follow_the_shares_and_stay_on_their_side():
     groups = (np.arange(K) % 2).astype(np.int32)  # true ones
     data, rows = make_data(2, groups=groups), np.arange(N)
 
-    def draw_shares(key, clients, classes):
-        return traces.draw_label_shares(key, clients, classes, 2.0, 0.3, np.zeros(4, bool), 0.0)
-
-    now, interval = jax.jit(lambda: traces.redraw_samples(KEY, data, 4, draw_shares))()
+    shares = 2.0, 0.3, np.zeros(4, bool), 0.0
+    now, interval = jax.jit(lambda: traces.redraw_samples(KEY, data, 4, shares))()
     y, owner, source = (np.asarray(a) for a in (data.y, data.owner, now.sample))
     assert interval.min() == 0 and interval.max() == 3
     np.testing.assert_array_equal(now.y, y[: data.x.shape[0]][source])  # the label of its row
@@ -171,17 +169,15 @@ def test_redrawn_labels_have_the_shares_of_their_interval():
     keys = jax.random.fold_in(KEY, traces.MIX)
     is_burst = np.array([False, False, True])
 
-    def draw_shares(key, clients, classes):
-        return traces.draw_label_shares(key, clients, classes, 5.0, 0.0, is_burst, 1.0)
-
-    shares = np.asarray(draw_shares(keys, 2, C))
+    settings = 5.0, 0.0, is_burst, 1.0
+    shares = np.asarray(traces.draw_label_shares(keys, 2, C, *settings))
     np.testing.assert_allclose(shares.sum(2), 1, atol=1e-5)
     np.testing.assert_array_equal(shares[0], shares[1])  # epsilon 0: only the burst changes them
     assert abs(shares[2] - shares[1]).sum(1).min() > 0.1
     data = data.replace(
         test=data.train.replace(order=data.train.order[:0], size=data.train.size * 0)
     )
-    now, interval = traces.redraw_samples(KEY, data, 3, draw_shares)
+    now, interval = traces.redraw_samples(KEY, data, 3, settings)
     for b in range(3):
         for k in range(2):
             labels = np.asarray(now.y)[(np.asarray(data.owner) == k) & (np.asarray(interval) == b)]

@@ -226,7 +226,8 @@ def gradual(
     them is new in an interval.
     """
     window = Window(intervals, period, retained, prequential)
-    return _redraw(window, alpha, epsilon, np.zeros(intervals, bool), 0.0)
+    settings = alpha, epsilon, np.zeros(intervals, bool), 0.0
+    return stream(functools.partial(traces.redraw_samples, settings=settings), window)
 
 
 @checked("drift")
@@ -257,14 +258,8 @@ def burst(
             f"drift.begin={begin}: no data arrive from round {begin} to drift.end={end}; they"
             f" arrive every drift.period={window.period} rounds until round {max(arrival[-1], 0)}"
         )
-    return _redraw(window, alpha, epsilon, is_burst, fraction)
-
-
-def _redraw(window: Window, *settings: Any) -> Drift:
-    def draw_shares(key: Key, clients: int, classes: int) -> jax.Array:
-        return traces.draw_label_shares(key, clients, classes, *settings)
-
-    return stream(functools.partial(traces.redraw_samples, draw_shares=draw_shares), window)
+    settings = alpha, epsilon, is_burst, fraction
+    return stream(functools.partial(traces.redraw_samples, settings=settings), window)
 
 
 @checked("drift")

@@ -98,10 +98,7 @@ def turn_arrivals(
 
 
 def redraw_samples(
-    key: Key,
-    data: FederatedData,
-    intervals: int,
-    draw_shares: Callable[[Key, int, int], jax.Array],
+    key: Key, data: FederatedData, intervals: int, settings: tuple[float, float, np.ndarray, float]
 ) -> tuple[FederatedData, jax.Array]:
     """Deals each client's samples to the intervals at random, and replaces each by a random
     one whose label is drawn from the client's label shares of that interval.
@@ -110,11 +107,11 @@ def redraw_samples(
     samples of all clients of the same true group, test samples from their test samples, with
     replacement; so natural owners lose what is their own but the label shares.
 
-    Args: `intervals` is B; `draw_shares` is `draw_label_shares` with its settings.
+    Args: `intervals` is B; `settings` are the last four arguments of `draw_label_shares`.
     """
     check_classes(data, "drift=stream_gradual or stream_burst", OTHER_DRIFTS)
     keys = [jax.random.fold_in(key, purpose) for purpose in (MIX, LABEL, PICK, PLACE)]
-    shares = draw_shares(keys[0], data.num_clients, data.num_classes)
+    shares = draw_label_shares(keys[0], data.num_clients, data.num_classes, *settings)
     interval = jax.random.randint(keys[3], data.owner.shape, 0, intervals)
     source = jnp.arange(len(data.y), dtype=jnp.int32)
     for one, view in ((keys[1], data.train), (keys[2], data.test)):
