@@ -428,9 +428,9 @@ def find_inputs(
     recipe = made_of, sorted(values), local.batch_size, local.execution.width, loops, table
     # no name tells what functions of somebody's own do, or what a file of devices says
     named = re.findall(r'"_target_": "([^"]*)"', json.dumps(config, default=str))
-    ours = all(name.startswith((PACKAGE, "optax.")) for name in named) and not given.get("clock.path")
-    recipe = json.dumps(recipe, default=str)
-    return Inputs(values, build_with, recipe, store, ours and COMMAND in os.environ)
+    ours = all(name.startswith((PACKAGE, "optax.")) for name in named)
+    lasting = COMMAND in os.environ and ours and not given.get("clock.path")
+    return Inputs(values, build_with, json.dumps(recipe, default=str), store, lasting)
 
 
 def build_callbacks(config: dict[str, Any]) -> tuple[dict[str, Callback], list[Callback]]:
