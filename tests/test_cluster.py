@@ -15,7 +15,7 @@ from fedjax_cfl.clustering import distances
 from fedjax_cfl.clustering.distances import dissimilarity, gram
 from fedjax_cfl.clustering.features import edc, edc_randomized, madc
 from fedjax_cfl.clustering.hierarchical import LINKAGES, agglomerate
-from fedjax_cfl.clustering.kmeans import _init_centers, kmeans, move_centers
+from fedjax_cfl.clustering.kmeans import draw_centers, kmeans, move_centers
 from fedjax_cfl.errors import InputError
 
 KEY = jax.random.key(0)
@@ -368,4 +368,5 @@ def test_centers_are_drawn_by_squared_distance():
     """99 points in one place and one elsewhere: of two centers, each has one of the places."""
     x = jnp.zeros((100, 1)).at[37].set(1.0)
     for draws in jax.random.uniform(jax.random.key(0), (20, 2, 1)):
-        assert sorted(_init_centers(draws, x, jnp.ones(100), 2, 1)[:, 0].tolist()) == [0.0, 1.0]
+        centers = draw_centers(draws, x, jnp.ones(100), 2, distances.squared_euclidean)
+        assert sorted(centers[:, 0].tolist()) == [0.0, 1.0]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.clustering.distances import divide, dot
+from fedjax_cfl.clustering.distances import MetricFn, divide, dot
 from fedjax_cfl.tree import membership_weights
 from fedjax_cfl.types import Key
 
@@ -42,14 +42,21 @@ def sample_rows(mass: jax.Array, draws: jax.Array) -> jax.Array:
     return jnp.sum(up_to[:, None] < up_to[-1] * (1 - draws), axis=0)
 
 
-def _init_centers(
-    draws: jax.Array, x: jax.Array, weight: jax.Array, used: ArrayLike, greedy: ArrayLike
+def draw_centers(
+    draws: jax.Array,
+    points: jax.Array,
+    weight: jax.Array,
+    used: ArrayLike,
+    metric: MetricFn,
+    greedy: ArrayLike = 1,
 ) -> jax.Array:
-    """Draws `used` of m rows of `x` [N, p] as centers by D^2 sampling; the other centers are
-    copies of the first, which is nearer to every point, or as near.
+    """Draws `used` of m rows of `points` [N, p] as centers [m, p], each with a chance proportional
+    to its weight times its distance from the nearest center before (K-means++; for a squared metric
+    this is D^2 sampling). The other centers are copies of the first, which is nearer to every
+    point, or as near.
 
-    Of the first `greedy` of the `draws` [m, k] for a center, the one that lowers the inertia
-    most is taken.
+    Args: of the first `greedy` of the `draws` [m, k] for a center, uniform in 0 .. 1, the one that
+    lowers the inertia most is taken; `weight` [N] >= 0, where 0 masks a row; m is static.
     """
 
     def add(i, carry):
@@ -57,15 +64,15 @@ def _init_centers(
         mass = weight * nearest
         # any point, where every point is a center already
         mass = jnp.where(jnp.sum(mass) > 0, mass, weight)
-        candidates = x[sample_rows(mass, draws[i])]
-        improved = jnp.minimum(nearest[:, None], _squared_distance(x, candidates))  # [N, k]
+        candidates = points[sample_rows(mass, draws[i])]
+        improved = jnp.minimum(nearest[:, None], metric(points, candidates))  # [N, k]
         inertia = jnp.sum(weight[:, None] * improved, axis=0)
         best = jnp.argmin(jnp.where(jnp.arange(inertia.size) < greedy, inertia, jnp.inf))
         return centers.at[i].set(candidates[best]), improved[:, best]
 
-    center = x[sample_rows(weight, draws[0, :1])[0]]
-    centers = jnp.broadcast_to(center, (draws.shape[0], x.shape[1]))
-    return jax.lax.fori_loop(1, used, add, (centers, _squared_distance(x, center[None])[:, 0]))[0]
+    first = points[sample_rows(weight, draws[0, :1])]
+    centers = jnp.broadcast_to(first, (draws.shape[0], points.shape[1]))
+    return jax.lax.fori_loop(1, used, add, (centers, metric(points, first)[:, 0]))[0]
 
 
 def cluster_means(
@@ -160,7 +167,7 @@ def kmeans(
         draws = draws[(attempts * used + center) * own + draw]
 
     def attempt(draws):
-        first = _init_centers(draws, kept, weight, used, own)
+        first = draw_centers(draws, kept, weight, used, _squared_distance, own)
         centers = _lloyd(kept, weight, first, used, iterations)
         return centers, jnp.sum(weight * jnp.min(_squared_distance(kept, centers), axis=1))
 

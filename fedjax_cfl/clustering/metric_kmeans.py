@@ -14,7 +14,7 @@ from jax import lax
 from typing_extensions import TypeAliasType
 
 from fedjax_cfl.clustering.distances import MetricFn, dot
-from fedjax_cfl.clustering.kmeans import move_centers, sample_rows
+from fedjax_cfl.clustering.kmeans import draw_centers, move_centers
 from fedjax_cfl.tree import one_hot
 from fedjax_cfl.types import Key
 
@@ -34,30 +34,6 @@ class Clusters(NamedTuple):
 ClusterFn = TypeAliasType(
     "ClusterFn", Callable[[Key, jax.Array, jax.Array, int, MetricFn], Clusters]
 )
-
-
-def seed_centers(
-    key: Key, points: jax.Array, weight: jax.Array, count: jax.Array, m: int, metric: MetricFn
-) -> jax.Array:
-    """Draws rows as centers [m, p], each with a chance proportional to its weight times its
-    distance from the nearest center before (K-means++; for a squared metric this is D^2
-    sampling).
-
-    Args: `points` [K, p]; `weight` [K] >= 0, where 0 masks a row; `count` [] is how many
-    centers are drawn, the other m - `count` repeat the first; `m` is static.
-    """
-    draws = jax.random.uniform(key, (m, 1))
-
-    def add(i, carry):
-        centers, nearest = carry
-        mass = weight * nearest
-        mass = jnp.where(mass.sum() > 0, mass, weight)
-        center = points[sample_rows(mass, draws[i])[0]]
-        return centers.at[i].set(center), jnp.minimum(nearest, metric(center[None], points)[0])
-
-    first = points[sample_rows(weight, draws[0])[0]]
-    centers = jnp.broadcast_to(first, (m, points.shape[1]))
-    return lax.fori_loop(1, count, add, (centers, metric(first[None], points)[0]))[0]
 
 
 def metric_kmeans(
@@ -83,7 +59,8 @@ def metric_kmeans(
     used = jnp.arange(m) < count
     # metrics read coordinate after coordinate: turned once, not in every iteration
     columns = lax.optimization_barrier(points.T)
-    centers = seed_centers(key, points, valid.astype(jnp.float32), count, m, metric)
+    draws = jax.random.uniform(key, (m, 1))
+    centers = draw_centers(draws, points, valid.astype(jnp.float32), count, metric)
 
     def unfinished(carry):
         step, _, _, _, changed = carry
