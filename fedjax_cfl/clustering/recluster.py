@@ -74,23 +74,18 @@ def apply_moves(
     return DriftEvent(points, valid, labels, centers, after, size > 0, metric)
 
 
-def mean_center_distance(moves: DriftEvent) -> jax.Array:
-    """Returns theta [], the mean distance of the centers of two occupied groups; NaN for
-    fewer than two.
-    """
-    apart = moves.metric(moves.after, moves.after)
-    pairs = jnp.triu(moves.occupied[:, None] & moves.occupied, 1)
-    return jnp.sum(jnp.where(pairs, apart, 0)) / jnp.sum(pairs)
-
-
 def center_shift(tau: NonNegativeFloat | jax.Array = 1 / 3) -> Trigger:
     """Fires when a center has moved in this event by at least `tau` times theta, the mean
-    distance between centers (Algorithm 2, lines 4-5). It never fires with one group.
+    distance between centers of occupied groups (Algorithm 2, lines 4-5). It never fires with one
+    group.
     """
 
     def fires(memory: Any, moves: DriftEvent) -> jax.Array:
         shift = jnp.max(rowwise(moves.metric, moves.before, moves.after))
-        return shift >= tau * mean_center_distance(moves)
+        apart = moves.metric(moves.after, moves.after)
+        pairs = jnp.triu(moves.occupied[:, None] & moves.occupied, 1)
+        theta = jnp.sum(jnp.where(pairs, apart, 0)) / jnp.sum(pairs)  # NaN where there are none
+        return shift >= tau * theta
 
     return Trigger(fires)
 

@@ -24,7 +24,9 @@ from fedjax_cfl.algorithms.fielding.represent import (
     MakeRepresentation,
     Representation,
     RepresentationName,
-    pick_representation,
+    embedding,
+    gradient,
+    label_shares,
     with_false_reports,
 )
 from fedjax_cfl.algorithms.qfedavg import attach_losses
@@ -133,7 +135,9 @@ def fielding(
     an optimizer of each group, none | yogi, with step size `server_lr`; `q` > 0 weighs clients by
     their loss as q-FedAvg does, in place of `aggregate`.
     """
-    make = pick_representation(represent, units, length, images_per_class, epochs)
+    network = images_per_class, epochs  # how it is trained
+    seen, slope = embedding(units, *network), gradient(length, *network)
+    make = pick(represent, labels=label_shares, embedding=seen, gradient=slope)
     representation = make(task, local)
     if metric is not None:
         representation = representation._replace(metric=pick(metric, **METRICS))

@@ -26,7 +26,7 @@ from fedjax_cfl.system.reports import make_bill, no_bill
 from fedjax_cfl.tasks.classification import cross_entropy
 from fedjax_cfl.tree import drop_statistics
 from fedjax_cfl.types import Bill, FederatedData, Key, Task
-from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt, pick
+from fedjax_cfl.validation import Fraction, NaturalInt, PositiveInt
 
 
 class Representation(NamedTuple):
@@ -37,10 +37,10 @@ class Representation(NamedTuple):
     # (shared, data, who [K] bool) -> [K, p]; rows of others may be anything
     compute: Callable[[Any, FederatedData, jax.Array], jax.Array]
     metric: MetricFn  # the distance of two points, unless the settings name another
-    # (who [K] bool, p) -> what the reports of each client [K] take
-    report: Callable[[jax.Array, int], Bill]
     # (shared, K) -> what sending `shared` to each client [K] takes, or nobody's bill
     setup: Callable[[Any, int], Bill]
+    # (who [K] bool, p) -> what the reports of each client [K] take: p words
+    report: Callable[[jax.Array, int], Bill] = lambda who, length: make_bill(words_up=who * length)
     # what computing a point takes: samples inferred for each sample of the client
     inferences: int = 0
 
@@ -50,11 +50,6 @@ RepresentationName = Literal["labels", "embedding", "gradient"]
 
 
 OTHERS = "use represent=gradient, or another algorithm, as ifca"  # without classes
-
-
-def send_words(who: jax.Array, length: int) -> Bill:
-    """Returns the bill [K] of reports of `length` words by the clients `who` [K] bool."""
-    return make_bill(words_up=who * length)
 
 
 def label_shares(task: Task, local: Local) -> Representation:
@@ -71,7 +66,6 @@ def label_shares(task: Task, local: Local) -> Representation:
         init,
         lambda shared, data, who: train_label_shares(data),
         l1,
-        send_words,
         lambda shared, clients: no_bill(),
     )
 
@@ -91,8 +85,24 @@ def embedding(
     """
 
     def init(key: Key, data: FederatedData) -> Any:
-        drawn = draw_per_class(key, data, images_per_class)
-        return train_network(key, data, units, drawn, epochs, lr)
+        x, y, weight = draw_per_class(key, data, images_per_class)
+        size = int(np.prod(x.shape[1:]))
+        initial = {
+            "hidden": jax.random.normal(key, (size, units)) * np.sqrt(2 / size),
+            "hidden_bias": jnp.zeros(units),
+            "out": jnp.zeros((units, data.num_classes)),
+            "out_bias": jnp.zeros(data.num_classes),
+        }
+
+        def losses(network: Any) -> jax.Array:
+            logits = hidden_layer(network, x) @ network["out"] + network["out_bias"]
+            return cross_entropy(logits, y)
+
+        return descend(losses, initial, weight, epochs, lr)
+
+    def send_network(shared: Any, clients: int) -> Bill:
+        words = sum(leaf.size for leaf in jax.tree.leaves(shared))
+        return make_bill(words_down=jnp.full(clients, words))
 
     def make(task: Task, local: Local) -> Representation:
         def client_mean(client, data, shared, work):
@@ -109,8 +119,7 @@ def embedding(
             init,
             lambda shared, data, who: map_clients(client_mean, local.execution, shared, data, who),
             squared_euclidean,
-            send_words,
-            send_shared,
+            send_network,
             inferences=1,
         )
 
@@ -121,37 +130,6 @@ def hidden_layer(network: Any, x: jax.Array) -> jax.Array:
     """Returns the activations [B, units] of a small network on samples [B, ...]."""
     flat = as_float(x).reshape(len(x), -1)
     return jax.nn.relu(flat @ network["hidden"] + network["hidden_bias"])
-
-
-def train_network(
-    key: Key,
-    data: FederatedData,
-    units: int,
-    drawn: tuple[jax.Array, jax.Array],
-    epochs: int,
-    lr: float,
-) -> Any:
-    """Returns a network of one hidden layer after `epochs` gradient steps on the samples
-    `drawn`.
-
-    Args: `key` draws the first weights; `units` is the width of the hidden layer; `drawn` is
-    (rows [n] int32, holdings of `data`; weight [n], 0 masks one); each step is a pass over all
-    of them; `lr` is the step size.
-    """
-    rows, weight = drawn
-    x, y = gather(data, rows)
-    size = int(np.prod(x.shape[1:]))
-    initial = {
-        "hidden": jax.random.normal(key, (size, units)) * np.sqrt(2 / size),
-        "hidden_bias": jnp.zeros(units),
-        "out": jnp.zeros((units, data.num_classes)),
-        "out_bias": jnp.zeros(data.num_classes),
-    }
-
-    def losses(network: Any) -> jax.Array:
-        return cross_entropy(hidden_layer(network, x) @ network["out"] + network["out_bias"], y)
-
-    return descend(losses, initial, weight, epochs, lr)
 
 
 def descend(
@@ -207,8 +185,7 @@ def gradient(
             starting, drawing = jax.random.split(key)
             model = task.init(starting)
             if epochs:
-                rows, weight = draw_per_class(drawing, data, images_per_class)
-                x, y = gather(data, rows)
+                x, y, weight = draw_per_class(drawing, data, images_per_class)
                 model = descend(lambda p: task.loss(p, x, y, None), model, weight, epochs, lr)
             return jax.tree.map(lambda leaf: leaf[None], model)
 
@@ -216,28 +193,12 @@ def gradient(
             init,
             compute,
             squared_euclidean,
-            lambda who, length: make_bill(units_up=who),
             lambda shared, clients: make_bill(units_down=jnp.ones(clients)),
+            lambda who, length: make_bill(units_up=who),
             inferences=TRAIN_TO_INFERENCE,
         )
 
     return make
-
-
-def pick_representation(
-    represent: RepresentationName | MakeRepresentation,
-    units: int,
-    length: int,
-    images_per_class: int,
-    epochs: int,
-) -> MakeRepresentation:
-    """Returns the representation of this name; the numbers are those of the functions above."""
-    return pick(
-        represent,
-        labels=label_shares,
-        embedding=embedding(units, images_per_class, epochs),
-        gradient=gradient(length, images_per_class, epochs),
-    )
 
 
 def with_false_reports(representation: Representation, fraction: Fraction) -> Representation:
@@ -273,8 +234,10 @@ def project(vector: jax.Array, length: int) -> jax.Array:
     return jnp.zeros(length, vector.dtype).at[where].add(signs * vector)
 
 
-def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array, jax.Array]:
-    """Returns (rows, weight) [C * count] of random visible training samples of each class,
+def draw_per_class(
+    key: Key, data: FederatedData, count: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns (x, y, weight) [C * count, ...] of random visible training samples of each class,
     weight 0 where a class has fewer.
     """
     check_classes(data, "represent=embedding", OTHERS)
@@ -288,10 +251,4 @@ def draw_per_class(key: Key, data: FederatedData, count: int) -> tuple[jax.Array
         return rows[place], (best >= 0).astype(jnp.float32)
 
     drawn, weight = lax.map(of_class, jnp.arange(data.num_classes))
-    return drawn.reshape(-1), weight.reshape(-1)
-
-
-def send_shared(shared: Any, clients: int) -> Bill:
-    """Returns the bill [K] of sending a network to every client."""
-    words = sum(leaf.size for leaf in jax.tree.leaves(shared))
-    return make_bill(words_down=jnp.full(clients, words))
+    return *gather(data, drawn.reshape(-1)), weight.reshape(-1)
