@@ -115,11 +115,6 @@ def test_randomized_edc_equals_exact_where_the_spectrum_has_a_gap():
     np.testing.assert_allclose(got, EDC(GRAM(tree(rows)), 3), atol=1e-4)
 
 
-def test_randomized_edc_needs_a_power_iteration():
-    with pytest.raises(InputError, match="power=0"):
-        edc_randomized(KEY, tree(np.ones((4, 6))), 2, power=0)
-
-
 def test_madc_equals_the_triple_loop():
     rng = np.random.default_rng(5)
     rows = rng.normal(size=(9, 6))

@@ -8,8 +8,10 @@ from jax.typing import ArrayLike
 
 from fedjax_cfl.clustering.distances import add_up, as_rows, divide, dot
 from fedjax_cfl.decompose import eigh, qr
-from fedjax_cfl.errors import InputError
 from fedjax_cfl.types import Key, Params
+
+POWER = 3  # iterations; without one, directions are wrong unless the spectrum decays fast
+OVERSAMPLE = 10  # further eigenvectors that are looked for: the first ones become more exact
 
 
 def _features(
@@ -53,38 +55,28 @@ def edc(gram: jax.Array, m: int, used: ArrayLike | None = None) -> jax.Array:
 
 
 def top_eigenpairs(
-    key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int, power: int = 3
+    key: Key, multiply: Callable[[jax.Array], jax.Array], size: int, count: int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns about the `count` largest eigenvalues [count] of a Gram matrix, in ascending
     order, and their eigenvectors [size, count].
 
-    It is the randomized range finder with `power` iterations (Halko, Martinsson, Tropp 2011,
+    It is the randomized range finder with `POWER` iterations (Halko, Martinsson, Tropp 2011,
     Algorithm 4.4), and then Rayleigh-Ritz on that range.
 
     Args: `multiply` takes and returns [size, count]: the product of the Gram matrix, which is
-    not needed itself, with a matrix; `size` is its number of rows; `count` is at most `size`;
-    `power` >= 1: without a power iteration the directions are wrong unless the spectrum decays
-    fast. Raises InputError if it is less.
+    not needed itself, with a matrix; `size` is its number of rows; `count` is at most `size`.
     """
-    if power < 1:
-        raise InputError(f"power={power}: must be at least 1")
     basis = sketch = multiply(jax.random.normal(key, (size, count)))
-    for _ in range(power):
+    for _ in range(POWER):
         basis = qr(sketch)[0]
         sketch = multiply(basis)
     values, vectors = eigh(dot(basis.T, sketch))
     return values, dot(basis, vectors)
 
 
-def edc_randomized(
-    key: Key, delta: Params, m: int, oversample: int = 10, power: int = 3
-) -> jax.Array:
-    """Returns about `edc(gram(delta), m)` [S, m] of thousands of updates, without their Gram
-    matrix (see `top_eigenpairs`).
-
-    Args: `delta` [S, ...] are the updates; `m` is the number of features; `oversample` further
-    eigenvectors are looked for, which makes the first m more exact; `power` is as in
-    `top_eigenpairs`.
+def edc_randomized(key: Key, delta: Params, m: int) -> jax.Array:
+    """Returns about `edc(gram(delta), m)` [S, m] of thousands of updates `delta` [S, ...], without
+    their Gram matrix (see `top_eigenpairs`).
     """
     rows = as_rows(delta)
     size = rows[0].shape[0]
@@ -92,7 +84,7 @@ def edc_randomized(
     def multiply(basis: jax.Array) -> jax.Array:
         return add_up([dot(part, dot(part.T, basis)) for part in rows])
 
-    values, vectors = top_eigenpairs(key, multiply, size, min(m + oversample, size), power)
+    values, vectors = top_eigenpairs(key, multiply, size, min(m + OVERSAMPLE, size))
     square_norm = add_up([jnp.sum(jnp.square(part.astype(jnp.float32)), axis=1) for part in rows])
     return _features(values, vectors, square_norm, m)
 

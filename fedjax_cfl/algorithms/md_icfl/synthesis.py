@@ -8,6 +8,7 @@ classes, M samples of a class. Samples are in the units that a model reads: pixe
 are stored if these are float32, else from 0 to 1.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -101,6 +102,8 @@ def back_search(
     adam = optax.adam(search_lr)
 
     def make(task: Task, local: Local) -> Sampler:
+        mesh = local.execution.mesh
+
         def objective(x, model, label):
             each = cross_entropy(predict_alone(task, model, x), label) + prior.penalty(x)
             return jnp.sum(each)
@@ -126,12 +129,12 @@ def back_search(
             noise = draw_noise(samples, key, models, data)
             if warm_start:
                 noise = jnp.where(jnp.isfinite(memory), memory, noise)
-            spare = -label.size % _mesh(local).size
+            spare = -label.size % mesh.size
             padded, labels = (
                 jnp.pad(array, ((0, spare), *[(0, 0)] * (array.ndim - 1)))
                 for array in (noise, jnp.broadcast_to(label[:, None], (label.size, count)))
             )
-            found = over_devices(block, _mesh(local))(models, (padded, labels))[: label.size]
+            found = over_devices(block, mesh)(models, (padded, labels))[: label.size]
             drawn = found.swapaxes(0, 1).reshape(count, data.num_classes, samples, *shape)
             return drawn, found if warm_start else memory
 
@@ -149,22 +152,21 @@ class Generator(nn.Module):
 
     hidden: int
     shape: tuple[int, ...]  # of a sample
+    classes: int  # C
     bounded: bool
 
     @nn.compact
     def __call__(self, noise: jax.Array, label: jax.Array, train: bool) -> jax.Array:
-        """Noise [B, noise] and one-hot labels [B, C] -> samples [B, ...]."""
-        x = nn.Dense(self.hidden)(jnp.concatenate([noise, label], axis=-1))
+        """Noise [B, noise] and labels [B] int32 -> samples [B, ...]."""
+        given = jnp.concatenate([noise, jax.nn.one_hot(label, self.classes)], axis=-1)
+        x = nn.Dense(self.hidden)(given)
         x = nn.relu(nn.BatchNorm(use_running_average=not train, momentum=0.9)(x))
-        size = 1
-        for length in self.shape:
-            size *= length
-        x = nn.Dense(size)(x).reshape(-1, *self.shape)
+        x = nn.Dense(math.prod(self.shape))(x).reshape(-1, *self.shape)
         return jnp.tanh(x) if self.bounded else x
 
 
 class GeneratorTraining(NamedTuple):
-    """How a generator is trained for one model, and used."""
+    """How a generator is trained for one model."""
 
     task: Task
     prior: Prior
@@ -172,11 +174,6 @@ class GeneratorTraining(NamedTuple):
     steps: int
     batch: int  # random labels in one step
     module: Generator
-    classes: int  # C
-
-    def start(self, key: Key) -> Any:
-        """Returns new variables of the generator."""
-        return self.module.init(key, jnp.zeros((1, NOISE)), jnp.zeros((1, self.classes)), False)
 
     def train(self, key: Key, variables: Any, model: Params) -> Loop:
         """Returns the training of the variables, `steps` steps that minimise eq. 7. `model` is the
@@ -184,13 +181,8 @@ class GeneratorTraining(NamedTuple):
         """
 
         def objective(params, statistics, noise, label):
-            x, changed = self.module.apply(
-                {"params": params, "batch_stats": statistics},
-                noise,
-                jax.nn.one_hot(label, self.classes),
-                True,
-                mutable=["batch_stats"],
-            )
+            variables = {"params": params, "batch_stats": statistics}
+            x, changed = self.module.apply(variables, noise, label, True, mutable=["batch_stats"])
             logits = predict_alone(self.task, model, x)
             each = cross_entropy(logits, label) + self.prior.penalty(x)
             return jnp.mean(each), changed["batch_stats"]
@@ -199,7 +191,7 @@ class GeneratorTraining(NamedTuple):
             params, statistics, moments = carry
             keys = jax.random.split(jax.random.fold_in(key, number))
             noise = jax.random.normal(keys[0], (self.batch, NOISE))
-            label = jax.random.randint(keys[1], (self.batch,), 0, self.classes)
+            label = jax.random.randint(keys[1], (self.batch,), 0, self.module.classes)
             gradient, statistics = jax.grad(objective, has_aux=True)(
                 params, statistics, noise, label
             )
@@ -211,11 +203,6 @@ class GeneratorTraining(NamedTuple):
         return Loop(
             self.steps, begun, step, lambda carry: {"params": carry[0], "batch_stats": carry[1]}
         )
-
-    def draw(self, key: Key, variables: Any, labels: jax.Array) -> Any:
-        """Returns one sample [n, ...] for each of the labels [n] int32."""
-        noise = jax.random.normal(key, (labels.size, NOISE))
-        return self.module.apply(variables, noise, jax.nn.one_hot(labels, self.classes), False)
 
 
 @checked("algorithm")
@@ -241,47 +228,48 @@ def generator(
     adam = optax.adam(generator_lr)
 
     def make(task: Task, local: Local) -> Sampler:
-        def training_for(data: FederatedData) -> GeneratorTraining:
-            module, settings = Generator(hidden, data.x.shape[1:], bounded), (task, prior, adam)
-            count = data.num_classes
-            return GeneratorTraining(*settings, generator_steps, generator_batch, module, count)
+        mesh = local.execution.mesh
+
+        def make_module(data: FederatedData) -> Generator:
+            return Generator(hidden, data.x.shape[1:], data.num_classes, bounded)
+
+        def begin(keys: Key, data: FederatedData) -> Any:
+            module, noise, label = make_module(data), jnp.zeros((1, NOISE)), jnp.zeros(1, jnp.int32)
+            return jax.vmap(lambda key: module.init(key, noise, label, False))(keys)
 
         def init(key: Key, models: Params, data: FederatedData):
-            keys = jax.random.split(key, len(jax.tree.leaves(models)[0]))
-            return jax.vmap(training_for(data).start)(keys)
+            return begin(jax.random.split(key, len(jax.tree.leaves(models)[0])), data)
 
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
-            training, classes = training_for(data), data.num_classes
-            labels = class_labels(classes, samples)
+            module, labels = make_module(data), class_labels(data.num_classes, samples)
+            settings = task, prior, adam, generator_steps, generator_batch
+            training = GeneratorTraining(*settings, module)
 
             def one(inputs):
                 keys, variables, model = inputs
 
                 def draw(variables):
-                    return training.draw(keys[1], variables, labels), variables
+                    noise = jax.random.normal(keys[1], (labels.size, NOISE))
+                    return module.apply(variables, noise, labels, False), variables
 
                 return map_result(training.train(keys[0], variables, model), draw)
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
-            variables = jax.vmap(training.start)(keys[:, 2])
+            variables = begin(keys[:, 2], data)
             if warm_start:
                 finite = jnp.isfinite(squared_leaf_norms(memory).sum(0))  # what is not stays so
                 variables = where_rows(finite, memory, variables)
-            rows = jnp.minimum(jnp.arange(count + -count % _mesh(local).size), count - 1)
+            rows = jnp.minimum(jnp.arange(count + -count % mesh.size), count - 1)
             inputs = take_rows((keys, variables, models), rows)
-            run = over_devices(lambda _, own: run_models(one, local, own), _mesh(local))
+            run = over_devices(lambda _, own: run_models(one, local, own), mesh)
             drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
-            drawn = drawn.reshape(count, classes, samples, *drawn.shape[2:])
+            drawn = drawn.reshape(count, module.classes, samples, *drawn.shape[2:])
             return drawn, variables if warm_start else memory
 
         return Sampler(init if warm_start else no_memory, sample)
 
     return make
-
-
-def _mesh(local: Local) -> jax.sharding.Mesh:
-    return local.execution.mesh
 
 
 def predict_alone(task: Task, model: Params, samples: jax.Array) -> jax.Array:
