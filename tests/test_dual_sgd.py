@@ -208,9 +208,9 @@ def test_compiles_few_sizes():
 
     def sizes(wanted, capacity, width=1):
         local = cfl.Local(
-            0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=wanted)
+            0.1, 10, 10, execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=wanted)
         )
-        return dual_sgd.dual_sizes(task, erm(task), local, capacity, lambda size: size)
+        return dual_sgd.dual_sizes(task, erm(task), local, capacity)
 
     assert sizes("auto", 2000) == [64, 128, 256, 512]
     assert sizes("auto", 20) == [32]
@@ -244,7 +244,7 @@ def test_models_without_a_dense_first_layer_train_directly(way):
         local = cfl.Local(
             0.1, 1, 10, execution=cfl.make_execution(cfl.make_mesh(1), width, first_layer=way)
         )
-        assert dual_sgd.dual_sizes(task, erm(task), local, 32, lambda size: size) == []
+        assert dual_sgd.dual_sizes(task, erm(task), local, 32) == []
 
 
 def test_says_what_cannot_be():

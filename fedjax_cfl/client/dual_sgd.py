@@ -10,7 +10,6 @@ operations per step instead of 4 B F H, and W itself is neither read nor written
 momentum the velocity of W has the same form, s_u W_0 + X^T U.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +18,7 @@ from jax import lax
 
 from fedjax_cfl.client import lanes
 from fedjax_cfl.client.executor import Loop
-from fedjax_cfl.client.local import Local, Training
+from fedjax_cfl.client.local import Local, Training, count_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, pull_back
 from fedjax_cfl.data.federated import gather
 from fedjax_cfl.types import FederatedData, FirstLayer, Params, Task
@@ -82,9 +81,7 @@ def lane_seconds(size: int, features: int, hidden: int, batch: int, steps: int) 
     return max(moved, computed) + fixed / max(steps, 1)
 
 
-def choose_lane_sizes(
-    local: Local, capacity: int, features: int, hidden: int, steps: Callable[[int], int]
-) -> list[int]:
+def choose_lane_sizes(local: Local, capacity: int, features: int, hidden: int) -> list[int]:
     """Returns the size that training in sample space is compiled for where clients train in
     lanes: a list of one size, or of none.
 
@@ -94,8 +91,7 @@ def choose_lane_sizes(
     entries as the kernel, unless the smallest size has more.
 
     Args: `local` says how clients train; `capacity` is the most samples that one client holds;
-    `features` and `hidden` are F and H, the shape of the first layer's kernel; `steps(size)` is
-    the most steps that a client of so many samples takes.
+    `features` and `hidden` are F and H, the shape of the first layer's kernel.
     """
     width, batch = local.execution.width, local.batch_size
     step = 5 * lanes.PRODUCT_SECONDS  # of a network with one hidden layer
@@ -105,24 +101,21 @@ def choose_lane_sizes(
     )
     sizes = bucket_sizes(capacity)
     sizes = [size for size in sizes if size**2 <= 4 * features * hidden] or sizes[:1]
-    saved = {
-        size: width * (direct - lane_seconds(size, features, hidden, batch, steps(size)))
-        for size in sizes
-    }
+    saved = {}
+    for size in sizes:
+        seconds = lane_seconds(size, features, hidden, batch, count_steps(local, size))
+        saved[size] = width * (direct - seconds)
     if sizes[-1] >= capacity and saved[sizes[-1]] > 0.3 * (step + width * direct):
         return sizes[-1:]
     return [size for size in sizes if size < capacity and saved[size] > step][-1:]
 
 
-def dual_sizes(
-    task: Task, objective: ObjectiveFn, local: Local, capacity: int, steps: Callable[[int], int]
-) -> list[int]:
+def dual_sizes(task: Task, objective: ObjectiveFn, local: Local, capacity: int) -> list[int]:
     """Returns the sizes, ascending, that training in sample space is compiled for; larger
     clients, of `capacity` samples at most, train directly.
 
     Args: `objective` is what a client minimises; `local` says how clients train; `capacity` is
-    the most samples that one client holds; `steps(size)` is the most steps that a client of that
-    size takes.
+    the most samples that one client holds.
     """
     first_layer = local.execution.first_layer
     if first_layer == "direct" or not has_dual_form(task, objective):
@@ -132,11 +125,11 @@ def dual_sizes(
     if local.execution.executor == "lanes":
         if first_layer == "dual":
             return sizes[-1:]
-        return choose_lane_sizes(local, capacity, *shape, steps)
+        return choose_lane_sizes(local, capacity, *shape)
     fitting = [
         size
         for size in sizes
-        if first_layer == "dual" or is_dual_cheaper(size, *shape, batch, steps(size))
+        if first_layer == "dual" or is_dual_cheaper(size, *shape, batch, count_steps(local, size))
     ]
     return [size for size in fitting if size >= MIN_DUAL_SAMPLES] or fitting[-1:]
 
@@ -149,17 +142,15 @@ def bucket_sizes(capacity: int) -> list[int]:
     return sizes
 
 
-def dual_client_cost(
-    task: Task, sizes: list[int], batch: int, held: jax.Array, steps: jax.Array
-) -> jax.Array:
+def dual_client_cost(task: Task, sizes: list[int], local: Local, held: jax.Array) -> jax.Array:
     """Returns about how many operations [k] clients take, in sample space up to the largest of
     `sizes` and directly above it.
 
-    Args: `sizes` are those of `dual_sizes`, ascending; `batch` is B, the samples of a step;
-    `held` [k] are the clients' samples and `steps` [k] their local steps.
+    Args: `sizes` are those of `dual_sizes`, ascending; `local` says how clients train; `held` [k]
+    are their samples.
     """
     assert task.first_layer is not None
-    features, hidden = task.first_layer.shape
+    (features, hidden), batch = task.first_layer.shape, local.batch_size
     branch = jnp.searchsorted(jnp.array(sizes), held, method="compare_all")
     fixed = jnp.array(
         [count_fixed_operations(size, features, hidden) for size in sizes] + [0], jnp.float32
@@ -167,6 +158,7 @@ def dual_client_cost(
     each = jnp.array(
         [2 * batch * size * hidden for size in sizes] + [4 * batch * features * hidden], jnp.float32
     )
+    steps = count_steps(local, held)
     return CLIENT_OVERHEAD + fixed[branch] + steps * (STEP_OVERHEAD + each[branch])
 
 

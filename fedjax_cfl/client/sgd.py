@@ -23,7 +23,7 @@ from fedjax_cfl.client.cohort import (
     pass_over_samples,
 )
 from fedjax_cfl.client.executor import Cases, Loop, Program, map_result, zip_loops
-from fedjax_cfl.client.local import Local, Training, Work, count_steps, plan_steps
+from fedjax_cfl.client.local import Local, Training, Work, plan_steps
 from fedjax_cfl.client.objective import Objective, ObjectiveFn, erm, split
 from fedjax_cfl.client.steps import StepChange, count_gradients, direct_loop
 from fedjax_cfl.errors import InputError
@@ -234,9 +234,8 @@ def choose_loop(task: Task, training: Training, data: FederatedData) -> Program:
 
     Its result is that of `direct_loop`.
     """
-    local, capacity = training.local, data.max_client_samples
-    steps = partial(count_steps, local)
-    sizes = dual_sgd.dual_sizes(task, training.objective, local, capacity, steps)
+    capacity = data.max_client_samples
+    sizes = dual_sgd.dual_sizes(task, training.objective, training.local, capacity)
     cases: list[Callable[[], Loop]] = [
         lambda size=size: dual_sgd.dual_loop(task, training, data, size) for size in sizes
     ]
@@ -267,18 +266,15 @@ def client_cost(task: Task, local: Local, capacity: int) -> CostFn:
     """Returns what `make_cohort` balances by: about how long clients of at most `capacity`
     samples train.
     """
-    sizes, steps = list_loops(task, local, capacity)[:-1], partial(count_steps, local)
-    if not sizes:
-        return cost_by_samples
-    return lambda held: dual_sgd.dual_client_cost(task, sizes, local.batch_size, held, steps(held))
+    sizes = list_loops(task, local, capacity)[:-1]
+    return partial(dual_sgd.dual_client_cost, task, sizes, local) if sizes else cost_by_samples
 
 
 def list_loops(task: Task, local: Local, capacity: int) -> list[int]:
     """Returns the sizes, ascending, that the training of clients of at most `capacity` samples is
     compiled for in sample space, with the largest in which clients are counted; [] where it is not.
     """
-    steps = partial(count_steps, local)
-    sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity, steps)
+    sizes = dual_sgd.dual_sizes(task, erm(task), local, capacity)
     return [*sizes, dual_sgd.bucket_sizes(capacity)[-1]] if sizes else []
 
 
