@@ -225,7 +225,11 @@ def make_take(
         step = Step(training, slope, number, model, velocities, directions)
         model, row, *totals = advance(step, model, row)
         if directions and not step.is_followed:
-            check_correction(changes, stepping)
+            correcting = next(change.name for change in changes if change.corrects)
+            raise InputError(
+                f"personal: {stepping.name} moves its group's model by itself, not by c.sgd or"
+                f" c.follow, so that {correcting} cannot correct it; use one of the two"
+            )
         if calls is not None:
             calls += range(step.gradients)
         return model, row, step.velocities, totals or [step.loss]
@@ -247,15 +251,6 @@ def count_gradients(
     velocities = no_velocity(training.local, training.start), ()
     jax.eval_shape(lambda: take(jnp.int32(0), training.start, row, velocities, calls)[:2])
     return max(len(calls) // stepping.batches, 1)
-
-
-def check_correction(changes: tuple[StepChange, ...], stepping: StepChange) -> None:
-    """Raises InputError: a layer's step does not follow gradients, so that none are corrected."""
-    names = [change.name for change in changes if change.corrects]
-    raise InputError(
-        f"personal: {stepping.name} moves its group's model by itself, not by c.sgd or c.follow, so"
-        f" that {names[0]} cannot correct it; use one of the two"
-    )
 
 
 def change_objective(training: Training, changes: tuple[StepChange, ...]) -> Training:

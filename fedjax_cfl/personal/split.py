@@ -166,9 +166,7 @@ def split_layers(
     def take_own(model: Params) -> Params:
         return {layer: leaf for layer, leaf in model.items() if is_own(layer)}
 
-    def check(task: Task) -> None:
-        check_layers(task, layers, is_own)
-
+    check = partial(check_layers, layers=layers, is_own=is_own)
     return split_models(name, take_own, check, judge)
 
 

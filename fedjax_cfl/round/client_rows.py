@@ -24,6 +24,7 @@ from fedjax_cfl.sharding import put_models, take_models
 from fedjax_cfl.system.faults import find_nonfinite
 from fedjax_cfl.system.reports import make_bill, make_report
 from fedjax_cfl.system.select import groups_of
+from fedjax_cfl.system.system import RoundLog
 from fedjax_cfl.tree import group_mean, put_part, repeat_first, take_rows, where_rows
 from fedjax_cfl.types import Cohort, FederatedData, Params, Report, Rows, State, Task, Upload, Work
 
@@ -34,34 +35,9 @@ def group_models(state: State) -> Params:
 
 
 def check_layers(layers: tuple[Method, ...], method: Method) -> None:
-    """Raises InputError for layers that cannot be stacked, and for a method that cannot be used
-    with them.
-    """
-    if not layers:
-        return
-    check_stack(layers)
-    moves = next((layer.name for layer in layers if find_server_step(layer)), None)
-    plain = method.aggregate in (None, weighted_mean, uniform_mean)
-    if moves and (method.server or not plain):
-        raise InputError(
-            f"personal: {moves} moves the plain mean of its clients' models, but the server"
-            " of this method makes another step; use personal=none, or another algorithm"
-        )
-
-
-def refuse_layers(local: Local) -> None:
-    """Raises InputError for layers over a method whose clients have models of their own."""
-    if local.layers:
-        names = ", ".join(layer.name for layer in local.layers)
-        raise InputError(
-            "personal: every client of this method has a model of its own already, without"
-            f" {names}; use personal=none, or another algorithm"
-        )
-
-
-def check_stack(layers: tuple[Method, ...]) -> None:
     """Raises InputError where two layers say the same thing: which model a client is tested on, how
-    its training is corrected, or, of a model whose parts are not all sent, both.
+    its training is corrected, or, of a model whose parts are not all sent, both; and for a method
+    that cannot be used with them.
     """
     tested = [layer for layer in layers if layer.serve or layer.adapt or layer.sent_part]
     corrected = [layer for layer in layers if layer.correction]
@@ -79,6 +55,23 @@ def check_stack(layers: tuple[Method, ...]) -> None:
     again = next((name for name in names if names.count(name) > 1), None)
     if again is not None:
         raise InputError(f"personal: {option_of(again)} is given twice; use it once")
+    moves = next((layer.name for layer in layers if find_server_step(layer)), None)
+    plain = method.aggregate in (None, weighted_mean, uniform_mean)
+    if moves and (method.server or not plain):
+        raise InputError(
+            f"personal: {moves} moves the plain mean of its clients' models, but the server"
+            " of this method makes another step; use personal=none, or another algorithm"
+        )
+
+
+def refuse_layers(local: Local) -> None:
+    """Raises InputError for layers over a method whose clients have models of their own."""
+    if local.layers:
+        names = ", ".join(layer.name for layer in local.layers)
+        raise InputError(
+            "personal: every client of this method has a model of its own already, without"
+            f" {names}; use personal=none, or another algorithm"
+        )
 
 
 def check_served(task: Task, layer: Method) -> None:
@@ -207,11 +200,11 @@ def load_rows(
 
 
 def keep_rows(
-    local: Local, state: State, cohort: Cohort, work: Work, upload: Upload
-) -> tuple[State, jax.Array]:
+    local: Local, state: State, cohort: Cohort, work: Work, upload: Upload, log: RoundLog
+) -> tuple[State, RoundLog]:
     """Returns the state with the cohort's new rows: those of all that trained, even if their answer
     was lost or late; of a correction those of the clients whose update is used. Rows that are not
-    finite are dropped: of how many clients [] whose update is used, is returned, too.
+    finite are dropped: clients whose update is used are counted in the log.
     """
     kept, lost = dict(state.rows), jnp.zeros(cohort.ids.shape, bool)
     for layer in local.layers:
@@ -225,7 +218,11 @@ def keep_rows(
             at = jnp.where(used, cohort.ids, state.assignment.size)
             rows = rows.replace(group=rows.group.at[at].set(work.group, mode="drop"))
         kept[layer.name] = store_rows(rows, cohort, new, finite, local.execution.mesh)
-    return state.replace(rows=kept), jnp.sum(lost, dtype=jnp.int32)
+    assert log.training is not None
+    faults = log.training.fault_counts
+    faults = faults.replace(nonfinite=faults.nonfinite + jnp.sum(lost, dtype=jnp.int32))
+    log = log._replace(training=log.training.replace(fault_counts=faults))
+    return state.replace(rows=kept), log
 
 
 def add_rows_to_step(local: Local, state: State, step: Params) -> Params:

@@ -120,11 +120,11 @@ def federated(task: Task, local: Local, system: SystemLike, method: Method) -> A
         state, work, log = plan_work(now, state, cohort, log)
         state, work, log = load_client_state(now, state, cohort, work, log)
         upload, log = train_cohort(now, state, cohort, work, log)
-        state, lost = client_rows.keep_rows(local, state, cohort, work, upload)
+        state, log = client_rows.keep_rows(local, state, cohort, work, upload, log)
         state, work, upload = regroup(now, state, cohort, work, upload)
         after, mass = update_groups(now, state, cohort, work, upload, log.sent_state)
         measured = measure_updates(state, after.groups, cohort, work.group, upload, mass)
-        return close_round(parts, after, measured, cohort, upload, count_lost_rows(log, lost))
+        return close_round(parts, after, measured, cohort, upload, log)
 
     return Algorithm(
         init,
@@ -345,14 +345,6 @@ def close_round(
     state = state.replace(round=state.round + 1, selection=selection)
     state, reported = parts.system.close(state, log)
     return state, Info(**measured, **reported)
-
-
-def count_lost_rows(log: RoundLog, lost: jax.Array) -> RoundLog:
-    """Returns the log in which `lost` [] clients more have sent or kept what is not finite."""
-    assert log.training is not None
-    faults = log.training.fault_counts
-    faults = faults.replace(nonfinite=faults.nonfinite + lost)
-    return log._replace(training=log.training.replace(fault_counts=faults))
 
 
 def split_models(upload: Upload, gid: jax.Array, groups: Params) -> tuple[Upload, jax.Array]:
