@@ -11,7 +11,6 @@ from conftest import at_once, ledger, matrix
 from fedjax_cfl.client.local import Local, full_work
 from fedjax_cfl.method import Round
 from fedjax_cfl.round.aggregate import (
-    add_inter_group,
     cohort_mean,
     inter_group,
     q_fair,
@@ -121,25 +120,25 @@ def test_inter_group_of_equal_norms():
         assert sent.units_down == 2 and sent.units_up == 0
 
 
-@pytest.mark.parametrize("mix", [inter_group, add_inter_group])
-def test_inter_group_by_a_loop(mix):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_inter_group_by_a_loop(normalize):
     """Four groups, the third owns nobody: it neither gives nor takes."""
     old, eta, owning = np.random.default_rng(0).normal(size=(4, 3)), 0.7, [True, True, False, True]
     expected = old.copy()
     for g in (0, 1, 3):
         pull = {other: eta / np.linalg.norm(old[other]) for other in (0, 1, 3) if other != g}
         expected[g] = old[g] + sum(pull[other] * old[other] for other in pull)
-        if mix is inter_group:
+        if normalize:
             expected[g] /= 1 + sum(pull.values())
-    new, _ = mixed(mix(eta), groups_of(*old), owning)
+    new, _ = mixed(inter_group(eta, normalize), groups_of(*old), owning)
     np.testing.assert_allclose(new, expected, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mix", [inter_group, add_inter_group])
-def test_inter_group_of_strength_zero_and_of_zero_models(mix):
+@pytest.mark.parametrize("normalize", [True, False])
+def test_inter_group_of_strength_zero_and_of_zero_models(normalize):
     old = [[3.0, 4.0, 0.0], [0.0, 0.0, 0.0]]
     for eta in (0.0, 2.0):
-        new, sent = mixed(mix(eta), groups_of(*old), [True, True])
+        new, sent = mixed(inter_group(eta, normalize), groups_of(*old), [True, True])
         np.testing.assert_allclose(new[0], old[0], **EXACT)
-        if mix is inter_group:
+        if normalize:
             assert sent.units_down == (2 if eta else 0), "nothing is exchanged at strength zero"

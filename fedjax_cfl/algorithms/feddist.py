@@ -58,16 +58,8 @@ def step_towards(
     Args: `mean` is the average that the server goes towards, an `AggregateFn`; `epsilon` > 0 is
     the step, None: 1 / |S|, S the clients that answered.
     """
-    server = None if epsilon is None else optax.sgd(epsilon)
-    aggregate = divide_by_cohort(mean) if epsilon is None else mean
-    method = Method(sgd(task, local), aggregate=aggregate, server=server)
-    return federated(task, local, system, method)
 
-
-def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
-    """Divides the steps of `mean` by the number of clients that answered."""
-
-    def aggregate(r: Round) -> tuple[Params, jax.Array]:
+    def divided_mean(r: Round) -> tuple[Params, jax.Array]:
         step, mass = mean(r)
 
         def divide(leaf):
@@ -75,4 +67,7 @@ def divide_by_cohort(mean: AggregateFn) -> AggregateFn:
 
         return jax.tree.map(divide, step), mass
 
-    return aggregate
+    server = None if epsilon is None else optax.sgd(epsilon)
+    aggregate = divided_mean if epsilon is None else mean
+    method = Method(sgd(task, local), aggregate=aggregate, server=server)
+    return federated(task, local, system, method)

@@ -162,8 +162,8 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
     Algorithm 2 and eq. 20).
 
     With `normalize` the new model is divided by the total weight, as the reference code
-    does: a convex combination. Groups without clients take no part. The exchange costs m
-    models down, none where `eta_g` is 0.
+    does: a convex combination; without, it is a sum as eq. 20 is printed (D14). Groups without
+    clients take no part. The exchange costs m models down, none where `eta_g` is 0.
     """
 
     def finish(r: Round) -> State:
@@ -184,11 +184,6 @@ def inter_group(eta_g: ArrayLike, normalize: bool = True) -> FinishFn:
         return state.replace(groups=group_sum(weights.T, groups), traffic=traffic)
 
     return finish
-
-
-def add_inter_group(eta_g: ArrayLike) -> FinishFn:
-    """Mixes as `inter_group`, but without dividing, as eq. 20 is printed (D14)."""
-    return inter_group(eta_g, normalize=False)
 
 
 def zero_step(r: Round) -> tuple[Params, jax.Array]:

@@ -36,7 +36,7 @@ from fedjax_cfl.clustering.assign import (
 )
 from fedjax_cfl.clustering.migrate import DETECTORS, DetectFn, DetectorName, on_shift
 from fedjax_cfl.method import Method
-from fedjax_cfl.round.aggregate import add_inter_group, inter_group
+from fedjax_cfl.round.aggregate import inter_group
 from fedjax_cfl.round.engine import federated
 from fedjax_cfl.round.start import count_groups
 from fedjax_cfl.system.system import SystemLike
@@ -80,7 +80,6 @@ def flexcfl(
     groups, detect = count_groups(m, max_m), pick(detector, **DETECTORS)
     first = train_without_recording(sgd(task, parse_pretrain(pretrain)(local)), local, system)
     nearest = cold_start(nearest_direction(first))
-    mixed = inter_group if mix == "normalized" else add_inter_group
     found = pick(measure, **MEASURES)
     founding = ColdStart(alpha, found, restarts, group_start == "pretrained")
 
@@ -88,13 +87,14 @@ def flexcfl(
         ids = draw_founders(jax.random.split(key, 4)[1], num_clients, groups, alpha)
         return ids[: alpha * groups.used]  # its number is known where this is called
 
+    mixed = inter_group(eta_g, normalize=mix == "normalized")
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),
         start=group_cold_start(task, first, local, founding, groups),
         migrate=on_shift(nearest_direction(first), local, detect) if detect else None,
         # who joins a random group compares itself with none
         assign=nearest if newcomers == "nearest" else cold_start(random_group, lambda _: 0),
-        finish=None if is_number(eta_g) and eta_g == 0 else mixed(eta_g),
+        finish=None if is_number(eta_g) and eta_g == 0 else mixed,
         start_clients=start_clients if detector is None else None,
     )
     return federated(task, local, system, method)._replace(serve=groups.serve)
