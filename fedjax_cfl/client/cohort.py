@@ -168,6 +168,11 @@ def pass_over_samples(
     return Loop(-(-count // SAMPLE_BLOCK), begin, step, lambda total: end(total, count))
 
 
+def mean_over_samples(total: jax.Array, count: jax.Array) -> jax.Array:
+    """Returns the mean over `count` [] samples of what adds up to `total`; 0 for none."""
+    return total / jnp.maximum(count, 1)
+
+
 def balance_over_devices(
     ids: jax.Array, load: jax.Array, num_clients: int, devices: int, side_by_side: bool
 ) -> Cohort:

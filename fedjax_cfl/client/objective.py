@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.typing import ArrayLike
 
-from fedjax_cfl.client.cohort import pass_over_samples
+from fedjax_cfl.client.cohort import mean_over_samples, pass_over_samples
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.errors import InputError
@@ -189,10 +189,7 @@ def training_loss(
             each = jax.vmap(sample_loss, in_axes=(0, None, None, None))(models, x, y, owner)
             return total + jnp.sum(jnp.where(owner >= 0, each, 0.0), axis=1)
 
-        def mean(total, count):
-            return total / jnp.maximum(count, 1)
-
         zeros = jnp.zeros(len(jax.tree.leaves(models)[0]))
-        return pass_over_samples(client, data, zeros, add, mean)
+        return pass_over_samples(client, data, zeros, add, mean_over_samples)
 
     return client_loss

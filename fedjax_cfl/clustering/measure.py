@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.client.cohort import over_clients, pass_over_samples
+from fedjax_cfl.client.cohort import mean_over_samples, over_clients, pass_over_samples
 from fedjax_cfl.client.executor import Loop
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.objective import training_loss
@@ -129,10 +129,7 @@ def average_over_samples(
         def add(total, x, y, owner, number):
             return total + add_up(model, x, y, owner >= 0)
 
-        def mean(total, count):
-            return total / jnp.maximum(count, 1)
-
-        once = pass_over_samples(client, data, jnp.zeros(()), add, mean)
+        once = pass_over_samples(client, data, jnp.zeros(()), add, mean_over_samples)
         width = jax.eval_shape(once.step, jnp.int32(0), once.init).shape
         return once._replace(init=jnp.zeros(width))
 

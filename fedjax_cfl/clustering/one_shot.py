@@ -15,6 +15,7 @@ from fedjax_cfl.client.cohort import make_cohort
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.clustering.distances import euclidean
 from fedjax_cfl.clustering.measure import Measure, Question
+from fedjax_cfl.clustering.metric_kmeans import clusters_in_use
 from fedjax_cfl.method import MigrateFn, Round, Start, StartFn
 from fedjax_cfl.round.start import common_model
 from fedjax_cfl.sharding import on_every_device
@@ -79,10 +80,9 @@ def find_groups_once(
         points = describe(key, first, data, who)
         label = on_every_device(found, mesh)(jax.random.fold_in(key, 1), points, who)
         label = jnp.where(who, label, -1).astype(jnp.int32)
-        used = jnp.any(label[:, None] == jnp.arange(m), axis=0)
         return begun._replace(
             assignment=label,
-            active=used | (~used.any() & (jnp.arange(m) == 0)),
+            active=clusters_in_use(label, who, m),
             memory=first,
             rows={FEATURES: ClientFeatures(points, who)},
             report=make_report(cost(points, data, who)),
