@@ -166,7 +166,7 @@ def clusters_in_use(labels: jax.Array, valid: jax.Array, m: int) -> jax.Array:
 
 
 def by_silhouette(
-    restarts: int = 4, iterations: int = 50, participants: int | None = None
+    restarts: int = 4, participants: int | None = None, iterations: int = 50
 ) -> ClusterFn:
     """Clusters by K-means for every K from 2 to m and takes the K of largest mean silhouette,
     the smaller one of equals (Fielding, Algorithm 3).

@@ -143,8 +143,7 @@ def fielding(
         representation = representation._replace(metric=pick(metric, **METRICS))
     if false_reports:
         representation = with_false_reports(representation, false_reports)
-    silhouette = by_silhouette(restarts, participants=participants)
-    clusters = pick(cluster, silhouette=silhouette, k_center=k_center)
+    clusters = pick(cluster, silhouette=by_silhouette(restarts, participants), k_center=k_center)
     rule = DriftRule(clusters, pick_trigger(trigger, tau, delta), report_above, reporters)
     method = Method(
         sgd(task, local, proximal(mu, erm(task))),

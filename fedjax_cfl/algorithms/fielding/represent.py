@@ -13,7 +13,7 @@ from jax import lax
 from jax.tree_util import Partial
 from typing_extensions import TypeAliasType
 
-from fedjax_cfl.client.cohort import map_clients, pass_over_samples
+from fedjax_cfl.client.cohort import map_clients, mean_over_samples, pass_over_samples
 from fedjax_cfl.client.executor import map_result
 from fedjax_cfl.client.local import Local
 from fedjax_cfl.client.sgd import gradient_step
@@ -110,10 +110,7 @@ def embedding(
                 seen = jnp.where((owner >= 0)[:, None], hidden_layer(shared, x), 0.0)
                 return total + jnp.sum(seen, axis=0)
 
-            def mean(total, count):
-                return total / jnp.maximum(count, 1)
-
-            return pass_over_samples(client, data, jnp.zeros(units), add, mean)
+            return pass_over_samples(client, data, jnp.zeros(units), add, mean_over_samples)
 
         return Representation(
             init,

@@ -165,6 +165,12 @@ class Generator(nn.Module):
         return jnp.tanh(x) if self.bounded else x
 
 
+def new_variables(module: Generator, keys: Key) -> Any:
+    """Returns new variables [m, ...] of a generator for each of m keys."""
+    noise, label = jnp.zeros((1, NOISE)), jnp.zeros(1, jnp.int32)
+    return jax.vmap(lambda key: module.init(key, noise, label, False))(keys)
+
+
 class GeneratorTraining(NamedTuple):
     """How a generator is trained for one model."""
 
@@ -228,17 +234,12 @@ def generator(
     adam = optax.adam(generator_lr)
 
     def make(task: Task, local: Local) -> Sampler:
-        mesh = local.execution.mesh
-
         def make_module(data: FederatedData) -> Generator:
             return Generator(hidden, data.x.shape[1:], data.num_classes, bounded)
 
-        def begin(keys: Key, data: FederatedData) -> Any:
-            module, noise, label = make_module(data), jnp.zeros((1, NOISE)), jnp.zeros(1, jnp.int32)
-            return jax.vmap(lambda key: module.init(key, noise, label, False))(keys)
-
         def init(key: Key, models: Params, data: FederatedData):
-            return begin(jax.random.split(key, len(jax.tree.leaves(models)[0])), data)
+            keys = jax.random.split(key, len(jax.tree.leaves(models)[0]))
+            return new_variables(make_module(data), keys)
 
         def sample(key: Key, memory: Any, models: Params, data: FederatedData):
             module, labels = make_module(data), class_labels(data.num_classes, samples)
@@ -256,13 +257,13 @@ def generator(
 
             count = len(jax.tree.leaves(models)[0])
             keys = jax.random.split(key, (count, 3))
-            variables = begin(keys[:, 2], data)
+            variables = new_variables(module, keys[:, 2])
             if warm_start:
                 finite = jnp.isfinite(squared_leaf_norms(memory).sum(0))  # what is not stays so
                 variables = where_rows(finite, memory, variables)
-            rows = jnp.minimum(jnp.arange(count + -count % mesh.size), count - 1)
+            rows = jnp.minimum(jnp.arange(count + -count % local.execution.mesh.size), count - 1)
             inputs = take_rows((keys, variables, models), rows)
-            run = over_devices(lambda _, own: run_models(one, local, own), mesh)
+            run = over_devices(lambda _, own: run_models(one, local, own), local.execution.mesh)
             drawn, variables = jax.tree.map(lambda leaf: leaf[:count], run((), inputs))
             drawn = drawn.reshape(count, module.classes, samples, *drawn.shape[2:])
             return drawn, variables if warm_start else memory
