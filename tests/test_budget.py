@@ -16,21 +16,21 @@ from fedjax_cfl.system.select import uniform
 
 HOME = Path(fedjax_cfl.__file__).parent
 LINES = {
-    "algorithms": 7684,
-    "analysis": 2967,
-    "cli": 3045,
-    "client": 2340,
-    "clustering": 1977,
-    "data": 6802,
-    "models": 1292,
-    "personal": 1105,
-    "round": 1155,
-    "runs": 3253,
-    "simulation": 3155,
-    "system": 1569,
-    "tasks": 552,
+    "algorithms": 7625,
+    "analysis": 2929,
+    "cli": 3064,
+    "client": 2325,
+    "clustering": 1945,
+    "data": 6755,
+    "models": 1290,
+    "personal": 1103,
+    "round": 1139,
+    "runs": 3210,
+    "simulation": 3323,
+    "system": 1520,
+    "tasks": 547,
 }
-ALL_LINES, IMPORT_LINES = 39_604, 2061
+ALL_LINES, IMPORT_LINES = 39_484, 2042
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 
