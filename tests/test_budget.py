@@ -30,7 +30,7 @@ LINES = {
     "system": 1520,
     "tasks": 547,
 }
-ALL_LINES, IMPORT_LINES = 39_484, 2042
+ALL_LINES, IMPORT_LINES = 39_484, 2044
 ENTERED = {"ifca": 26, "flexcfl": 27}  # files of a traced round
 
 

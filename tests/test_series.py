@@ -10,6 +10,7 @@ from conftest import lasting_rows, nightly
 import fedjax_cfl as cfl
 from fedjax_cfl.cli import build, launch
 from fedjax_cfl.cli.settings import resolve_settings
+from fedjax_cfl.cli.sweep import vary_data
 from fedjax_cfl.data.padding import measure_room, pad_data, widen_room
 from fedjax_cfl.runs.results import read_summary
 from fedjax_cfl.simulation import program
@@ -81,6 +82,20 @@ def test_how_long_a_run_is_makes_no_other_programs():
 
     assert recipe("rounds=3") == recipe("rounds=4 discard=none eval_every=2")
     assert recipe("preset=ref rounds=3") != recipe("preset=ref rounds=4")
+
+
+@pytest.mark.parametrize(
+    ("lines", "varied"),
+    [
+        (("seed=0", "seed=1"), True),
+        (("partition=from_file partition.path=own.json seed=0", "seed=0"), True),
+        (("dataset=sine partition=auto seed=0", "dataset=sine partition=auto seed=1"), True),
+        (("local.lr=0.1", "local.lr=0.2"), False),
+        (("dataset=digits", "dataset=mnist"), False),  # nothing is shared
+    ],
+)
+def test_room_is_left_where_samples_are_dealt_otherwise(lines, varied):
+    assert vary_data([resolve_settings(line.split()) for line in lines]) is varied
 
 
 def test_seeds_go_on_where_they_stopped(fedjax_cfl, compiled):

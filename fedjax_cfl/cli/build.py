@@ -31,6 +31,7 @@ from fedjax_cfl.errors import InputError, is_new
 from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.method import Method
 from fedjax_cfl.models import as_task
+from fedjax_cfl.runs.labels import list_own_functions
 from fedjax_cfl.sharding import is_cpu, make_mesh, use_cpu_cores
 from fedjax_cfl.simulation import width
 from fedjax_cfl.simulation.callback import Callback
@@ -427,9 +428,8 @@ def find_inputs(
     table = "algorithm.select._partial_" in given and given["rounds"]  # see `build_algorithm`
     recipe = made_of, sorted(values), local.batch_size, local.execution.width, loops, table
     # no name tells what functions of somebody's own do, or what a file of devices says
-    named = re.findall(r'"_target_": "([^"]*)"', json.dumps(config, default=str))
-    ours = all(name.startswith((PACKAGE, "optax.")) for name in named)
-    lasting = COMMAND in os.environ and ours and not given.get("clock.path")
+    own = list_own_functions(config) or given.get("clock.path")
+    lasting = COMMAND in os.environ and not own
     return Inputs(values, build_with, json.dumps(recipe, default=str), store, lasting)
 
 

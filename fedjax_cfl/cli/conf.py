@@ -8,9 +8,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 PACKAGE = "fedjax_cfl."
+GC_THRESHOLD = 50_000, 20, 50  # most of what imports and tracing make stays
 HERE = Path(__file__).resolve().parents[1]
-# in the environment: the command has started this process, or a launcher of its sweep, so that
-# nobody has changed a function of the package
+# in the environment of the command and of its launchers, where nobody has changed the package
 COMMAND = "FEDJAX_CFL_COMMAND"
 CONF = HERE / "conf" if (HERE / "conf").is_dir() else HERE.parent / "conf"  # a wheel, or a checkout
 

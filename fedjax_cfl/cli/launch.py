@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from fedjax_cfl.cli import build
-from fedjax_cfl.cli.conf import resolve_config
+from fedjax_cfl.cli.conf import GC_THRESHOLD, resolve_config
 from fedjax_cfl.cli.extras import measure_extras
 from fedjax_cfl.cli.outputs import print_error
 from fedjax_cfl.cli.settings import complete_settings, grid_axes
@@ -67,7 +67,7 @@ def run(config: DictConfig) -> int:
     if not gc.get_freeze_count():
         # what is imported stays: looking through it for garbage takes a tenth of tracing's time
         gc.freeze()
-        gc.set_threshold(50_000, 20, 50)
+        gc.set_threshold(*GC_THRESHOLD)
     show_notes()
     settings = complete_settings(resolve_config(config))
     alone = HydraConfig.get().mode == RunMode.RUN

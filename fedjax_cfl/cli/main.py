@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fedjax_cfl.cli.conf import COMMAND, CONF, HERE, open_hydra
+from fedjax_cfl.cli.conf import COMMAND, CONF, GC_THRESHOLD, HERE, open_hydra
 from fedjax_cfl.cli.outputs import guard_outputs, print_error, report_lost_output
 from fedjax_cfl.errors import InputError, RunError, as_command
 from fedjax_cfl.runs.labels import find_version
@@ -42,7 +42,7 @@ def enter() -> None:
     after its last line.
     """
     os.environ[COMMAND] = "1"
-    gc.set_threshold(50_000, 20, 50)  # most of what imports make stays
+    gc.set_threshold(*GC_THRESHOLD)
     status = main()
     if sys.argv[1:2] == ["predict"]:
         sys.stdout.flush()

@@ -4,6 +4,8 @@ packages that it ran with.
 
 import functools
 import importlib.metadata
+import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -41,6 +43,12 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
     """
     pairs = (str(override).lstrip("+~").partition("=") for override in overrides)
     return {name: value for name, _, value in pairs}
+
+
+def list_own_functions(settings: Mapping[str, Any]) -> list[str]:
+    """Returns the functions that settings name, also in lists, and that are the user's own."""
+    named = re.findall(r'"_target_": "([^"]*)"', json.dumps(settings, default=str))
+    return sorted({name for name in named if not name.startswith(("fedjax_cfl.", "optax."))})
 
 
 def is_execution(name: str) -> bool:

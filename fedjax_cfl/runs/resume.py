@@ -14,6 +14,7 @@ from fedjax_cfl.formatting import flatten_settings
 from fedjax_cfl.runs.assignments import PART, read_lines
 from fedjax_cfl.runs.callbacks import CHECKPOINTS
 from fedjax_cfl.runs.checkpoint import Checkpoint, list_steps, restore_latest
+from fedjax_cfl.runs.labels import list_own_functions
 from fedjax_cfl.runs.results import METRICS_FILE, atomic_write, parse_row, read_summary
 from fedjax_cfl.runs.run_dir import RUN_FILES, check_run_dir
 from fedjax_cfl.runs.settings import RunSettings, run_identity
@@ -76,9 +77,7 @@ def describe_end(settings: RunSettings, step: int) -> str:
     """Returns what is said of a run that has ended after round `step`. What makes two runs the same
     names functions of the user's own, and not what they do.
     """
-    leaves = dict(flatten_settings(settings.everything)).items()
-    targets = {str(value) for name, value in leaves if name.endswith("_target_")}
-    own = sorted(name for name in targets if not name.startswith("fedjax_cfl.") and "." in name)
+    own = [name for name in list_own_functions(settings.everything) if "." in name]
     edits = f" (edits of {', '.join(own)} since then are not seen)" if own else ""
     return FINISHED.format(step, edits)
 

@@ -78,12 +78,9 @@ def train_run(member: Member, setup: Setup, inputs: Inputs | None, start: Snapsh
     numbers; `start` is where it stands, None: it begins.
     """
     console, key = print_head(member, setup), jax.random.key(member.settings.seed)
-    status, summaries = train_members(
-        [member],
-        [setup],
-        lambda plan: compile_run(setup, key, plan, start is None, inputs),
-        None if start is None else [start],
-    )
+    compile_program = partial(compile_run, setup, key, fresh=start is None, inputs=inputs)
+    starts = None if start is None else [start]
+    status, summaries = train_members([member], [setup], compile_program, starts)
     for summary in summaries:
         print_summary(member.settings, member.run_dir, setup.algorithm.clustered, summary, console)
         draw = partial(member.draw, member.run_dir, summary)
@@ -277,9 +274,5 @@ def train_grid(
     values = {name: [point[name] for point in inside] for name in inside[0]}
     keys = jnp.stack([jax.random.key(seed) for seed in grid.get("seed", [settings.seed])])
     each = [setup for setup in setups for _ in inside]
-    return train_members(
-        members,
-        each,
-        lambda plan: compile_members(make, first, sets, keys, values, plan),
-        starts,
-    )[0]
+    compile_program = partial(compile_members, make, first, sets, keys, values)
+    return train_members(members, each, compile_program, starts)[0]

@@ -39,6 +39,7 @@ class Exports:
 
     def __init__(self, made_of: Any):
         """`made_of` has as text all that programs are made of but the code and the devices."""
+        register_nodes()
         devices = [(device.platform, device.device_kind) for device in jax.devices()]
         versions = sys.version, jax.__version__, flax.__version__, optax.__version__, np.__version__
         text = ADDRESS.sub("", repr((made_of, devices, versions, digest_code())))
@@ -50,7 +51,6 @@ class Exports:
         program of this name, which is written unless it is there, or the function itself, where
         it cannot be exported.
         """
-        register_nodes()
         path = self._folder / f"{self._name}-{name}"
         exported = read_program(path)
         if exported is None:
@@ -107,8 +107,8 @@ def digest_code() -> str:
     """Returns the SHA-256 of the package's source, in hex."""
     digest = hashlib.sha256()
     for path in sorted(HOME.rglob("*.py")):
-        digest.update(f"{path.relative_to(HOME)} {path.stat().st_size} ".encode())
-        digest.update(path.read_bytes())
+        text = path.read_bytes()
+        digest.update(f"{path.relative_to(HOME)} {len(text)} ".encode() + text)
     return digest.hexdigest()
 
 
